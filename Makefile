@@ -124,7 +124,7 @@ faults: .venv/installed-test
 	PYTHONPATH=tests $(BIN)/python -m faults --share $(SHARE) --seed $(SEED)
 
 # Ranks on machines that this one plays: their messages go by TCP, and nothing rings. Takes Linux and root.
-OF_ONE_MACHINE := --ignore tests/wire/test_doorbell.py --ignore tests/wire/test_shared_pieces.py
+OF_ONE_MACHINE := --ignore tests/wire/test_doorbell.py --ignore tests/wire/test_memory.py
 OVER_MACHINES := tests/wire tests/rpc tests/autograd tests/pipeline tests/optim tests/modules tests/data_parallel
 test-machines: .venv/installed-test
 	PYTHONPATH=tests $(BIN)/python -m machines -n 3 -- -m pytest $(OVER_MACHINES) $(OF_ONE_MACHINE)

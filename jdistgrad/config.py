@@ -4,6 +4,7 @@ import dataclasses
 import os
 
 MIB = 1 << 20
+COLLECTIVES = "", "mpi", "mpi-on-device", "devices"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,7 +39,10 @@ class Settings:
 
 
 def _read() -> Settings:
-    defaults = Settings()
+    defaults, collectives = Settings(), os.environ.get("JDISTGRAD_COLLECTIVES", "")
+    if collectives not in COLLECTIVES:
+        expected = " or ".join(filter(None, COLLECTIVES))
+        raise ValueError(f"the environment variable JDISTGRAD_COLLECTIVES must be {expected}, not {collectives!r}")
     return Settings(
         heartbeat_seconds=_positive("JDISTGRAD_HEARTBEAT", defaults.heartbeat_seconds, "seconds"),
         silence_seconds=_positive("JDISTGRAD_SILENCE", defaults.silence_seconds, "seconds"),
@@ -46,7 +50,7 @@ def _read() -> Settings:
         same_script=_switch("JDISTGRAD_SAME_SCRIPT", default=defaults.same_script),
         devices=_switch("JDISTGRAD_DEVICES", default=defaults.devices),
         survive=_switch("JDISTGRAD_SURVIVE", default=defaults.survive),
-        collectives=_choice("JDISTGRAD_COLLECTIVES", ("", "mpi", "mpi-on-device", "devices")),
+        collectives=collectives,
         host=os.environ.get("JDISTGRAD_HOST", ""),
         debug=_switch("JDISTGRAD_DEBUG", default=defaults.debug),
         debug_dir=os.environ.get("JDISTGRAD_DEBUG_DIR", ""),
@@ -71,14 +75,6 @@ def _switch(variable: str, *, default: bool) -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"the environment variable {variable} must be 0 or 1, not {text!r}")
     return text == "1"
-
-
-def _choice(variable: str, choices: tuple[str, ...]) -> str:
-    text = os.environ.get(variable, choices[0])
-    if text not in choices:
-        expected = " or ".join(choice for choice in choices if choice)
-        raise ValueError(f"the environment variable {variable} must be {expected}, not {text!r}")
-    return text
 
 
 settings = _read()

@@ -4,7 +4,6 @@ Type checkers must not see these methods: they would believe that every attribut
 """
 
 import functools
-import operator
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -21,24 +20,6 @@ INTERNAL = {
     "apply", "checked_scope", "corrections", "handle", "identified", "lease", "marks", "scope", "tape", "token",
     "traced_part", "value_future",
 }  # fmt: skip
-
-
-def _used_by_users(owner: Any) -> list[str]:
-    """Return the names that completion shows of an object."""
-    return [name for name in object.__dir__(owner) if name not in INTERNAL]
-
-
-def _not_here(stand_in: Any, what: str) -> str:
-    return (
-        f"{stand_in} is not the value itself: it has no {what}. Use the value where it is, "
-        f"jd.rpc_sync({stand_in.owner.name!r}, function, args=(reference,)), or a copy of it, reference.to_here()."
-    )
-
-
-def _not_yet(stand_in: Any, what: str) -> str:
-    return (
-        f"a {type(stand_in).__name__} is not the value itself: it has no {what}. result() waits and returns the value."
-    )
 
 
 if TYPE_CHECKING:
@@ -58,6 +39,10 @@ if TYPE_CHECKING:
 
 else:
 
+    def _used_by_users(owner: Any) -> list[str]:
+        """Return the names that completion shows of an object."""
+        return [name for name in object.__dir__(owner) if name not in INTERNAL]
+
     class Corrected:
         """An object with ``corrections``: names that other libraries have, and what to use here instead."""
 
@@ -65,58 +50,56 @@ else:
         __dir__ = _used_by_users
 
         def __getattr__(self, name: str) -> Any:
-            kind = type(self).__name__
             hint = self.corrections.get(name)
-            raise AttributeError(f"a {kind} has no {name!r}{f': {hint}.' if hint else '.'}", name=name, obj=self)
-
-    class Elsewhere:
-        """An object that stands for a value on another worker: it has neither the value's attributes nor operators."""
-
-        __slots__ = ()
-        __array_ufunc__ = None  # NumPy leaves operators to this class
-        __dir__ = _used_by_users
-
-        def __getattr__(self, name: str) -> Any:
-            if name.startswith("_"):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-            raise AttributeError(_not_here(self, f"attribute {name!r}"), name=name, obj=self)
-
-        def __array__(self, *args: Any, **kwargs: Any) -> Any:
-            raise TypeError(_not_here(self, "array form"))
-
-        def __getitem__(self, key: Any) -> Any:
-            raise TypeError(_not_here(self, f"item [{key!r}]"))
-
-        def __len__(self) -> int:
-            raise TypeError(_not_here(self, "length"))
-
-        def __bool__(self) -> bool:  # Python would ask for the length
-            return True
-
-        def __float__(self) -> float:
-            raise TypeError(_not_here(self, "numeric form"))
+            text = f"a {type(self).__name__} has no {name!r}{f': {hint}.' if hint else '.'}"
+            raise AttributeError(text, name=name, obj=self)
 
     class Later:
         """An object that stands for a value that comes later: it has none of the value's operators."""
 
         __slots__ = ()
-        __array_ufunc__ = None
+        __array_ufunc__ = None  # NumPy leaves operators to this class
+
+        def _without(self, what: str) -> str:
+            kind = type(self).__name__
+            return f"a {kind} is not the value itself: it has no {what}. result() waits and returns the value."
 
         def __getitem__(self, key: Any) -> Any:
-            raise TypeError(_not_yet(self, f"item [{key!r}]"))
+            raise TypeError(self._without(f"item [{key!r}]"))
 
-    def _refusing(explain: Callable[[Any, str], str], symbol: str) -> Callable[..., Any]:
-        def refuse(self: Any, *others: Any) -> Any:
-            raise TypeError(explain(self, f"operator {symbol}"))
+    class Elsewhere(Later):
+        """An object that stands for a value on another worker: it has neither the value's attributes nor operators."""
 
-        return refuse
+        __slots__ = ()
+        __dir__ = _used_by_users
+
+        def _without(self, what: str) -> str:
+            return (
+                f"{self} is not the value itself: it has no {what}. Use the value where it is, "
+                f"jd.rpc_sync({self.owner.name!r}, function, args=(reference,)), or a copy of it, reference.to_here()."
+            )
+
+        def __getattr__(self, name: str) -> Any:
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(
+                text if name.startswith("_") else self._without(f"attribute {name!r}"), name=name, obj=self
+            )
+
+        def __bool__(self) -> bool:  # Python would ask for the length
+            return True
+
+    def _refuse_in(kind: type, method: str, what: str) -> None:
+        def refuse(self: Any, *_: Any, **__: Any) -> Any:
+            raise TypeError(self._without(what))
+
+        setattr(kind, f"__{method}__", refuse)
 
     for _name, _symbol in {**OPERATORS, **COMPARISONS, "neg": "-", "abs": "abs"}.items():
-        assert hasattr(operator, f"__{_name}__")
-        for _kind, _explain in ((Elsewhere, _not_here), (Later, _not_yet)):
-            setattr(_kind, f"__{_name}__", _refusing(_explain, _symbol))
-            if _name in OPERATORS:
-                setattr(_kind, f"__r{_name}__", _refusing(_explain, _symbol))
+        _refuse_in(Later, _name, f"operator {_symbol}")
+        if _name in OPERATORS:
+            _refuse_in(Later, f"r{_name}", f"operator {_symbol}")
+    for _name, _what in {"array": "array form", "len": "length", "float": "numeric form"}.items():
+        _refuse_in(Elsewhere, _name, _what)
 
 
 def needing_arguments(what: str) -> Callable[[F], F]:

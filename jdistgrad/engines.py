@@ -1,13 +1,10 @@
 """MPI processes as engines of a notebook."""
 
-import asyncio
 import importlib.util
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad.cli import launch
-from jdistgrad.cli.leash import leashed
 from jdistgrad.errors import LauncherError
 
 STARTED_WITHIN = 120.0  # seconds
@@ -34,10 +31,12 @@ class MpiEngines:
         from traitlets.config import Config
 
         config: Any = Config()
-        config.MPILauncher.mpi_cmd = _ends_with_kernel(launch.mpirun(n)[:-2])  # ipyparallel adds the number of ranks
+        # Programs end with the thread that starts them, which must stay: a notebook's does.
+        leashed = launch.leashed if threading.current_thread() is threading.main_thread() else list
+        config.MPILauncher.mpi_cmd = leashed(launch.mpirun(n)[:-2])  # ipyparallel adds the number of ranks
         config.MPILauncher.mpi_args = []
         config.MPILauncher.environment = launch.environment(n)
-        config.LocalControllerLauncher.controller_cmd = _ends_with_kernel(ipcontroller_cmd_argv)
+        config.LocalControllerLauncher.controller_cmd = leashed(ipcontroller_cmd_argv)
         self._cluster = ipyparallel.Cluster(n=n, engines="mpi", config=config, log_level=40)
         self._cluster.start_cluster_sync()
         try:
@@ -67,20 +66,3 @@ class MpiEngines:
 
     def __repr__(self) -> str:
         return f"MpiEngines({len(self)})"
-
-
-def _ends_with_kernel(command: Sequence[str]) -> list[str]:
-    """Return the command line for a program that ends with this process, where the thread that starts it stays.
-
-    Where a loop runs, as in a notebook, ipyparallel starts programs on a thread of its own, which stays.
-    """
-    stays = threading.current_thread() is threading.main_thread() or _a_loop_runs()
-    return leashed(command) if stays else list(command)
-
-
-def _a_loop_runs() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True

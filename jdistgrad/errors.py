@@ -44,14 +44,7 @@ class EncodingError(DistgradError, TypeError):
 
 
 class WireError(DistgradError, RuntimeError):
-    """Bytes arrived that are not a complete message of this package, or a message could not be sent.
-
-    ``kind``, ``id`` and the frame's ``number`` identify the message where they could be read.
-    """
-
-    kind: Any = None
-    id: int | None = None
-    number: int | None = None
+    """A message could not be sent."""
 
 
 class CallTimeoutError(DistgradError, TimeoutError):

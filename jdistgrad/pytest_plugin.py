@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -90,7 +90,11 @@ class World:
 
         def main() -> Any:
             me = jd.init(**settings)
-            result = self._result(body) if me.rank == 0 else None
+            try:
+                result = body() if me.rank == 0 else None
+            except BaseException as error:
+                self._raised = error
+                raise
             try:
                 left = jd.shutdown()
             except jd.WorkerLostError as error:
@@ -103,13 +107,6 @@ class World:
             return result
 
         return self.run(main)[0]
-
-    def _result(self, body: Callable[[], Any]) -> Any:
-        try:
-            return body()
-        except BaseException as error:
-            self._raised = error
-            raise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -129,8 +126,18 @@ def pytest_load_initial_conftests() -> Any:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if launcher_env.launched():
-        config.option.basetemp = folder_of_this_rank(config)
-        name_report_of_this_rank(config.option)
+        # A folder for this rank's temporary files: ranks that share one would clear it under each other. A failure on a
+        # rank ends its process without cleaning up, so its files remain for inspection.
+        given = config.option.basetemp
+        parent = pathlib.Path(given or tempfile.mkdtemp(prefix="pytest-of-rank-"))
+        parent.mkdir(parents=True, exist_ok=True)
+        if not given:
+            config.add_cleanup(lambda: shutil.rmtree(parent))
+        config.option.basetemp = parent / f"rank{launcher_env.rank()}"
+        report = getattr(config.option, "xmlpath", None)  # the first rank's JUnit report has the name asked for
+        if report and launcher_env.rank():
+            asked = pathlib.Path(report)
+            config.option.xmlpath = str(asked.with_stem(f"{asked.stem}.rank{launcher_env.rank()}"))
     config.addinivalue_line(
         "markers",
         f"world(size, ...): how many workers the test's local world has (default {SIZE}); several sizes: one test "
@@ -138,32 +145,14 @@ def pytest_configure(config: pytest.Config) -> None:
     )
 
 
-def folder_of_this_rank(config: pytest.Config) -> pathlib.Path:
-    """Return the folder for this rank's temporary files: ranks that share one would clear it under each other.
-
-    A failure on a rank ends its process without cleaning up, so its files remain for inspection.
-    """
-    given = config.option.basetemp
-    parent = pathlib.Path(given or tempfile.mkdtemp(prefix="pytest-of-rank-"))
-    parent.mkdir(parents=True, exist_ok=True)
-    if not given:
-        config.add_cleanup(lambda: shutil.rmtree(parent))
-    return parent / f"rank{launcher_env.rank()}"
-
-
-def name_report_of_this_rank(options: Any) -> None:
-    """Let each rank write a JUnit report of its own; the first rank's has the name that was asked for."""
-    path = getattr(options, "xmlpath", None)
-    if path and launcher_env.rank():
-        asked = pathlib.Path(path)
-        options.xmlpath = str(asked.with_stem(f"{asked.stem}.rank{launcher_env.rank()}"))
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each world size. Only our own ``world`` needs ``world_size``; a user's is left alone."""
     if "world_size" in metafunc.fixturenames:
         sizes = named_sizes(metafunc.definition.get_closest_marker("world"), metafunc.definition.nodeid)
-        here = [ranks(min(sizes), metafunc.config)] if launcher_env.launched() else sizes
+        here: Sequence[Any] = sizes
+        if launcher_env.launched():
+            size, few = size_and_reason(min(sizes), metafunc.config)
+            here = [pytest.param(size, marks=pytest.mark.skipif(bool(few), reason=few))]
         metafunc.parametrize("world_size", here, indirect=True, ids=lambda size: f"{size}-workers")
 
 
@@ -180,12 +169,6 @@ def named_sizes(mark: pytest.Mark | None, test: str) -> tuple[int, ...]:
     if sizes and all(isinstance(size, int) and size > 0 for size in sizes):
         return sizes
     raise pytest.UsageError(f"{test}: @pytest.mark.world takes numbers of workers, as in world(3), not {sizes}")
-
-
-def ranks(least: int, config: pytest.Config) -> Any:
-    """Return the size of the MPI job, as a parameter that skips its test where the job is too small."""
-    size, few = size_and_reason(least, config)
-    return pytest.param(size, marks=pytest.mark.skipif(bool(few), reason=few))
 
 
 def size_and_reason(least: int, config: pytest.Config) -> tuple[int, str]:
@@ -208,11 +191,7 @@ def world_size(request: pytest.FixtureRequest) -> int:
     """Return the number of workers in the test's world."""
     if hasattr(request, "param"):
         return request.param
-    return size_without_parameter(request.node)
-
-
-def size_without_parameter(test: pytest.Item) -> int:
-    """Return the number of workers for a test that got its world by ``request.getfixturevalue("world")``."""
+    test = request.node  # that got its world by ``request.getfixturevalue("world")``
     sizes = named_sizes(test.get_closest_marker("world"), test.nodeid)
     if not launcher_env.launched():
         if len(sizes) > 1:
@@ -228,8 +207,8 @@ def size_without_parameter(test: pytest.Item) -> int:
 @pytest.fixture
 def world(world_size: int, world_guard: None) -> Iterator[World]:
     """Yield a world of workers, of each size in ``@pytest.mark.world``."""
-    from jdistgrad import shutdown
     from jdistgrad.rpc.worker import find_worker
+    from jdistgrad.rpc.worlds.worlds import shutdown
 
     before = find_worker()  # of a fixture of another scope
     yield World(world_size)
@@ -302,8 +281,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
     if STOPPED in config.stash and launcher_env.launched() and "mpi4py.MPI" in sys.modules:
         from mpi4py import MPI
 
-        from jdistgrad.wire.mpi_process import abort_job
-        from jdistgrad.wire.mpi_rendezvous import missing_at_the_end
+        from jdistgrad.wire.mpi_process import abort_job, missing_at_the_end
 
         missing = missing_at_the_end(MPI.COMM_WORLD, GRACE_SECONDS)
         if missing:

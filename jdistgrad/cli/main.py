@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from jdistgrad._version import __version__
 from jdistgrad.cli import doctor, launch, programs
@@ -13,15 +12,27 @@ from jdistgrad.observe import chrome
 
 VALUED = ("-n", "-np", "--timeline", "--cache", "--restarts")  # options of run that have a value
 
-Commands = Any  # what add_subparsers returns; argparse has no public name for its type
-
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="jdistgrad", description="Gradients that cross process boundaries, in pure JAX.")
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True)
-    add_run(commands)
-    add_stacks(commands)
+    start = commands.add_parser("run", help="run a Python program on several ranks, with mpirun and the flags it needs")
+    start.add_argument("-n", "-np", type=int, default=2, help="how many ranks (default 2)")
+    start.add_argument("--local", action="store_true", help="as threads of one process instead, without MPI")
+    start.add_argument("--timeline", metavar="FILE", help="record what every worker does, for ui.perfetto.dev")
+    start.add_argument("--cache", metavar="FOLDER", help="keep what JAX compiles there, for the next run")
+    start.add_argument(
+        "--restarts", type=int, default=0, metavar="K", help="start a job that fails again, K times at most"
+    )
+    start.add_argument("--survive", action="store_true", help="go on without ranks that die (Open MPI 5 only)")
+    start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
+    start.set_defaults(act=run)
+
+    look = commands.add_parser("stacks", help="show what the ranks of a job wait for, and their stacks")
+    look.add_argument("job", nargs="?", help="the job's folder, or its name, if several jobs are running")
+    look.add_argument("--wait", type=float, default=4.0, metavar="SECONDS", help="how long to wait for answers (4)")
+    look.set_defaults(act=stacks)
 
     check = commands.add_parser("doctor", help="check this installation; under mpirun: that of every rank")
     check.add_argument("-n", type=int, default=2, help="how many ranks to try with (default 2)")
@@ -37,27 +48,6 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("--plot", metavar="FILE", help="draw it too (png, svg or pdf); needs matplotlib")
     merge.set_defaults(act=trace)
     return top
-
-
-def add_run(commands: Commands) -> None:
-    start = commands.add_parser("run", help="run a Python program on several ranks, with mpirun and the flags it needs")
-    start.add_argument("-n", "-np", type=int, default=2, help="how many ranks (default 2)")
-    start.add_argument("--local", action="store_true", help="as threads of one process instead, without MPI")
-    start.add_argument("--timeline", metavar="FILE", help="record what every worker does, for ui.perfetto.dev")
-    start.add_argument("--cache", metavar="FOLDER", help="keep what JAX compiles there, for the next run")
-    start.add_argument(
-        "--restarts", type=int, default=0, metavar="K", help="start a job that fails again, K times at most"
-    )
-    start.add_argument("--survive", action="store_true", help="go on without ranks that die (Open MPI 5 only)")
-    start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
-    start.set_defaults(act=run)
-
-
-def add_stacks(commands: Commands) -> None:
-    look = commands.add_parser("stacks", help="show what the ranks of a job wait for, and their stacks")
-    look.add_argument("job", nargs="?", help="the job's folder, or its name, if several jobs are running")
-    look.add_argument("--wait", type=float, default=4.0, metavar="SECONDS", help="how long to wait for answers (4)")
-    look.set_defaults(act=stacks)
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -89,36 +79,26 @@ def run(options: argparse.Namespace, program: Sequence[str]) -> int:
         chrome.check_writable(options.timeline)
     if options.cache is not None:
         launch.keep_compiled(options.cache)
-    check_restarts(options)
+    if options.restarts < 0:
+        raise LauncherError(f"--restarts takes a number of times, 0 or more, not {options.restarts}")
     if not options.local and options.timeline is not None:
         return launch.run_recorded(options.n, program, options.timeline, options.restarts, survive=options.survive)
     if not options.local:
         return launch.run(options.n, program, options.restarts, survive=options.survive)
     if options.survive:
         raise LauncherError("--survive and --local: the workers are threads of one process, and die together")
+    if options.restarts:
+        raise LauncherError("--restarts starts processes again; with --local there are only threads of this one")
     programs.check(program)
-    programs.refuse_pytest(program)
-    with recording_to(options.timeline):
+    with contextlib.ExitStack() as recorded:
+        if options.timeline is not None:
+            from jdistgrad.observe.timeline import timeline
+
+            recorded.enter_context(timeline(options.timeline))
         status = programs.run_local(options.n, program)
     if status == programs.INTERRUPTED:
         programs.end_now(status)
     return status
-
-
-def recording_to(path: str | None) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which this process records its timeline, if there is a file for it."""
-    if path is None:
-        return contextlib.nullcontext()
-    from jdistgrad.observe.timeline import timeline
-
-    return timeline(path)
-
-
-def check_restarts(options: argparse.Namespace) -> None:
-    if options.restarts < 0:
-        raise LauncherError(f"--restarts takes a number of times, 0 or more, not {options.restarts}")
-    if options.restarts and options.local:
-        raise LauncherError("--restarts starts processes again; with --local there are only threads of this one")
 
 
 def bench(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -139,9 +119,7 @@ def trace(options: argparse.Namespace, program: Sequence[str]) -> int:
     merged = chrome.merge({file: chrome.read(file) for file in options.files})
     chrome.write(merged, options.output)
     if options.plot is not None:
-        from jdistgrad.observe.plot import plot
-
-        figure = plot(merged).figure
+        figure = chrome.plot(merged).figure
         try:
             figure.savefig(options.plot)
         except ValueError as error:  # matplotlib knows other formats

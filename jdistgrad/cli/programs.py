@@ -4,7 +4,6 @@ Each run has a ``__main__`` of its own, so that several threads can run the same
 a local world. ``runpy`` cannot: it replaces and restores ``sys.modules`` and ``sys.argv`` for one run at a time.
 """
 
-import contextlib
 import importlib.machinery
 import importlib.util
 import logging
@@ -45,20 +44,17 @@ class UserProgram:
     def run(self) -> None:
         """Run the program to its end, as ``__main__``. A ``sys.exit`` without an error counts as a normal end."""
         module = types.ModuleType("__main__")
-        module.__dict__.update(__file__=self.file, __builtins__=__builtins__, **self._place())
+        spec = self._spec
+        place: dict[str, Any] = {"__cached__": None}  # among other modules, for relative imports; a script has none
+        if spec is not None:
+            place = {"__package__": spec.parent, "__loader__": spec.loader, "__cached__": spec.cached, "__spec__": spec}
+        module.__dict__.update(__file__=self.file, __builtins__=__builtins__, **place)
         sys.modules["__main__"] = module  # lookups by name find the latest run's module, which is equal
         try:
             exec(self._code, module.__dict__)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
-
-    def _place(self) -> dict[str, Any]:
-        """Return what says where a module stands among others, for its relative imports; a script stands nowhere."""
-        spec = self._spec
-        if spec is None:
-            return {"__cached__": None}
-        return {"__spec__": spec, "__package__": spec.parent, "__loader__": spec.loader, "__cached__": spec.cached}
 
 
 INTERRUPTED = 130  # the exit status after Ctrl-C, as of shells
@@ -81,17 +77,6 @@ def check(arguments: Sequence[str]) -> None:
     elif not pathlib.Path(how).is_file():
         hint = f". The module is run by -m: jdistgrad run -m {how}" if how.isidentifier() and find_spec(how) else ""
         raise LauncherError(f"there is no script {how!r} in {pathlib.Path.cwd()}{hint}")
-
-
-def refuse_pytest(arguments: Sequence[str]) -> None:
-    """Raise LauncherError if this program is pytest: threads of one process would run the same tests at once."""
-    how, *rest = arguments
-    module = rest[0] if how == "-m" else pathlib.Path(how).name
-    if module in ("pytest", "py.test"):
-        raise LauncherError(
-            "--local and pytest: each worker would run all tests, in one process. The fixture `world` makes local "
-            "worlds itself: run plain pytest; or, as a job, jdistgrad run -n 3 -m pytest."
-        )
 
 
 def find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, Any]:
@@ -143,6 +128,11 @@ def run_local(n: int, arguments: Sequence[str]) -> int:
     from jdistgrad.ffi.dispatch import run_programs_where_they_are_called
     from jdistgrad.rpc.worlds.local import spawn
 
+    if pathlib.Path(arguments[1] if arguments[0] == "-m" else arguments[0]).name in ("pytest", "py.test"):
+        raise LauncherError(
+            "--local and pytest: each worker would run all tests, in one process. The fixture `world` makes local "
+            "worlds itself: run plain pytest; or, as a job, jdistgrad run -n 3 -m pytest."
+        )
     check_workers(n)
     run_programs_where_they_are_called()
     program = UserProgram(arguments)
@@ -162,8 +152,7 @@ def end_now(status: int) -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it, or the program has closed it
-            stream.flush()
+        stream.flush()
     os._exit(status)
 
 
@@ -180,3 +169,22 @@ def report(error: BaseException, file: str) -> int:
         trace = trace.tb_next
     traceback.print_exception(type(error), error, trace or error.__traceback__)
     return 1
+
+
+def record(path: str, *arguments: str) -> None:
+    """Run a program as one rank of a recorded job."""
+    from jdistgrad.observe.timeline import in_this_rank, timeline
+
+    program, recorded = UserProgram(arguments), timeline()
+    try:
+        with recorded:
+            program.run()
+    finally:
+        saved = in_this_rank(path)
+        torn = saved.with_suffix(".torn")  # where another rank's failure may end this one, it has no part
+        recorded.save(torn)
+        torn.replace(saved)
+
+
+if __name__ == "__main__":
+    record(*sys.argv[1:])

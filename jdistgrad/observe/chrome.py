@@ -1,4 +1,4 @@
-"""Events in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens, and the merge of several ranks' files.
+"""Events in Chrome's trace format, which Perfetto (ui.perfetto.dev) opens; the merge of ranks' files, and a picture.
 
 In a trace, a worker is a process. Events that overlap in time are on separate tracks. An arrow leads from each call to
 the event that served it.
@@ -20,6 +20,10 @@ TraceFile = dict[str, Any]
 TRACKS = {CALL: "calls", PIECE: "pieces", BUCKET: "buckets", SERVE: "served", PULLBACK: "served"}
 ORDER = tuple(dict.fromkeys(TRACKS.values()))
 LANES = 1000  # more than any track has beside each other
+
+LATER_PIECE = "#7fa3d4"  # every other piece of a row
+LABELLED = 0.02  # the part of the picture's width from which a piece shows its number
+COLOURS = {CALL: "#c7ccd6", PIECE: "#3f6fb5", SERVE: "#3d9970", PULLBACK: "#d9822b", BUCKET: "#8e5ea2"}
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:
@@ -139,3 +143,41 @@ def _entries(event: Event, tid: int) -> list[dict[str, Any]]:
         ends = {"ph": "s"} if event.kind == CALL else {"ph": "f", "bp": "e"}
         entries.append({**ends, "name": "call", "cat": "call", "id": event.details["call"], **place})
     return entries
+
+
+def plot(trace: TraceFile, axes: Any = None) -> Any:
+    """Draw a trace with its time in milliseconds, and return the axes."""
+    slices = [entry for entry in trace["traceEvents"] if entry["ph"] == "X"]
+    if not slices:
+        raise TimelineError("nothing was recorded: no call, no piece of a jit, no bucket")
+    rows = sorted({(entry["pid"], entry["tid"]) for entry in slices})
+    if axes is None:
+        try:
+            from matplotlib import pyplot
+        except ImportError as error:
+            raise TimelineError("plot() needs matplotlib: pip install matplotlib") from error
+        axes = pyplot.subplots(figsize=(9, 1.2 + 0.25 * len(rows)), layout="constrained")[1]
+    first, last = min(entry["ts"] for entry in slices), max(entry["ts"] + entry["dur"] for entry in slices)
+    for kind, colour in COLOURS.items():
+        for row, place in enumerate(rows):
+            mine = [one for one in slices if one["cat"] == kind and (one["pid"], one["tid"]) == place]
+            spans = [((one["ts"] - first) / 1e3, one["dur"] / 1e3) for one in mine]
+            colours = [LATER_PIECE if kind == PIECE and k % 2 else colour for k in range(len(mine))]
+            axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=colours, edgecolors=colours, linewidth=0.5)
+            if kind == PIECE:
+                # Each piece that is wide enough shows its number in the plan: the last word of its name.
+                for one, (start, length) in zip(mine, spans, strict=True):
+                    if length > LABELLED * (last - first) / 1e3:
+                        text = {"ha": "center", "va": "center", "fontsize": 7, "color": "white", "clip_on": True}
+                        axes.text(start + length / 2, row, one["name"].split()[-1], **text)
+    named = [entry for entry in trace["traceEvents"] if entry["ph"] == "M"]
+    names = {(entry["name"], entry["pid"], entry["tid"]): entry["args"]["name"] for entry in named}
+    labels = [f"{names['process_name', rank, 0]} {names['thread_name', rank, tid]}" for rank, tid in rows]
+    axes.set_yticks(range(len(rows)), labels, parse_math=False)  # a worker's name may have dollar signs
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds")
+    kinds = {entry["cat"] for entry in slices}
+    shown = [kind for kind in COLOURS if kind in kinds]
+    handles = [axes.broken_barh([], (0, 0), facecolors=COLOURS[kind]) for kind in shown]
+    axes.legend(handles, shown, ncols=len(shown), loc="lower left", bbox_to_anchor=(0, 1), frameon=False)
+    return axes

@@ -88,9 +88,7 @@ class Timeline:
 
     def plot(self, axes: Any = None) -> Any:
         """Draw the recorded events with matplotlib, and return the axes."""
-        from jdistgrad.observe.plot import plot
-
-        return plot(self.trace(), axes)
+        return chrome.plot(self.trace(), axes)
 
     def _record(self, told: events.Told) -> None:
         event = events.made(told)

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.autograd.callee.orders import explained
 from jdistgrad.autograd.callee.pullbacks import Outputs
-from jdistgrad.autograd.callee.untraceable import explained
 from jdistgrad.autograd.values.holes import can_be_traced, is_differentiable
 from jdistgrad.autograd.values.results import strong
 from jdistgrad.data_parallel.steps.segments import Segmented

@@ -29,7 +29,7 @@ from jdistgrad.rpc.functions import JITTED, import_path, lookup, registered, reg
 from jdistgrad.rpc.mailbox import current_part, find_mailbox
 from jdistgrad.rpc.references.claims import encoding
 from jdistgrad.wire import arrays, pinned
-from jdistgrad.wire.array_block import ArrayBlock
+from jdistgrad.wire.arrays import ArrayBlock
 
 T = TypeVar("T")
 

@@ -19,8 +19,8 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 
+from jdistgrad.wire.memory import SharedMemory
 from jdistgrad.wire.polling import pause, wake_on_time
-from jdistgrad.wire.shared_memory import SharedMemory
 
 HIGHEST_DESCRIPTOR = 1023  # that select takes; poll could not sleep for less than a millisecond
 AWAKE, ASLEEP = 0, 1  # the first byte of a rank's memory
@@ -41,32 +41,21 @@ class Doorbell:
     def __init__(self, memory: SharedMemory) -> None:
         self.address, self._memory = "", memory
         self._socket: socket.socket | None = None
-        self._sign = _unknown()
+        self._sign: Sign = _unknown()
         self._sleepers, self._counting = 0, threading.Lock()
         # A socket for each rank: what a rank has not read yet takes room from the socket that has sent it.
         self._others = list[socket.socket | None]()
         self._signs = list[Sign]()
         self._deaf = set[int]()  # ranks that cannot be rung
         if sys.platform == "linux":
-            self._open()
-
-    def _open(self) -> None:
-        name = f"jdistgrad-{uuid.uuid4().hex}"  # nobody on another machine has the same
-        try:
-            made = _new_socket()
-        except OSError:
-            return
-        try:
-            made.bind(_spelled(name))
-        except OSError:
-            made.close()
-            return
-        if made.fileno() > HIGHEST_DESCRIPTOR:
-            made.close()
-            return
-        self._sign = _sign_in(self._memory.own)
-        self._sign[0] = AWAKE
-        self.address, self._socket = name, made
+            name = f"jdistgrad-{uuid.uuid4().hex}"  # nobody on another machine has the same
+            made = _opened(socket.socket.bind, name)
+            if made is not None and made.fileno() > HIGHEST_DESCRIPTOR:
+                made.close()
+            elif made is not None:
+                self.address, self._socket = name, made
+                self._sign = memory.own or _unknown()
+                self._sign[0] = AWAKE
 
     @property
     def all_ring(self) -> bool:
@@ -75,8 +64,9 @@ class Doorbell:
 
     def meet(self, addresses: Sequence[str]) -> None:
         """Take note of the addresses of all ranks, whose memory is known, and find out which of them can be rung."""
-        self._signs = list(map(_sign_in, self._memory.others))
-        self._others = [_connected(one) if one and self._socket is not None else None for one in addresses]
+        reached = [one if self._socket is not None else "" for one in addresses]
+        self._signs = [other or _unknown() for other in self._memory.others]
+        self._others = [_opened(socket.socket.connect, one) if one else None for one in reached]
         self._deaf = {rank for rank, other in enumerate(self._others) if other is None}
 
     def ring(self, rank: int) -> None:
@@ -143,11 +133,7 @@ class Doorbell:
             self._hang_up(rank)
 
 
-def _sign_in(memory: mmap.mmap | None) -> Sign:
-    return _unknown() if memory is None else memory
-
-
-def _unknown() -> Sign:
+def _unknown() -> bytearray:
     """Return the sign of a rank that shows none: it may be asleep, and is rung every time."""
     return bytearray([ASLEEP])
 
@@ -158,19 +144,11 @@ def _new_socket() -> socket.socket:
     return made
 
 
-def _connected(address: str) -> socket.socket | None:
-    """Return a socket that rings a bell, or None if the bell is out of reach."""
-    made = None
-    try:
-        made = _new_socket()
-        made.connect(_spelled(address))
-    except OSError:
-        if made is not None:
-            made.close()
-        return None
-    return made
-
-
-def _spelled(name: str) -> bytes:
-    """Return the name of a socket that is in no folder, and vanishes with its process."""
-    return b"\0" + name.encode()
+def _opened(prepare: Callable[[socket.socket, bytes], None], name: str) -> socket.socket | None:
+    """Return a socket of its own for a bell with a name, or None if the bell is out of reach."""
+    with contextlib.ExitStack() as if_failed, contextlib.suppress(OSError):
+        made = if_failed.enter_context(_new_socket())
+        prepare(made, b"\0" + name.encode())  # a name that is in no folder, and vanishes with its process
+        if_failed.pop_all()
+        return made
+    return None

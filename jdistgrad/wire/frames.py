@@ -9,10 +9,9 @@ the piece follows the frame, uncopied.
 import dataclasses
 import functools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from jdistgrad.errors import WireError
 from jdistgrad.wire.arrays import ALIAS_FROM, ALIGNMENT, padded, padding
 from jdistgrad.wire.message import Kind, Message, Parcel
 
@@ -22,8 +21,6 @@ HEADER = struct.Struct("<4sB3xIIQQ")  # magic, kind, pieces, bytes attached, num
 START = HEADER.size
 PLACE = struct.Struct("<Q8x")
 LENGTH = 8  # bytes of one entry in the table of lengths
-LONGEST_FRAME = (1 << 31) - 1  # bytes: MPI counts those of a frame in a C int
-ALWAYS_FIT = LONGEST_FRAME // (2 * BULK_FROM)  # pieces of any length
 KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -58,13 +55,6 @@ def is_bulk(length: int) -> bool:
     return length >= BULK_FROM
 
 
-def pieces_of(parcel: Parcel | None) -> list[memoryview]:
-    if parcel is None:
-        return []
-    first = parcel.stream if not parcel.attached else memoryview(b"".join([parcel.attached, parcel.stream]))
-    return [first, *parcel.buffers]
-
-
 @functools.cache
 def _table(pieces: int) -> struct.Struct:
     """Return the form of the table of lengths, with the padding that follows."""
@@ -77,13 +67,13 @@ def pack(
     """Return the frame of a message, and the pieces that must follow it.
 
     ``put``: puts a large piece where the receiver finds it, and returns that place; 0 if it must follow.
-
-    Raises:
-      WireError: the small pieces are too many for one frame.
     """
-    pieces, attached = pieces_of(parcel), 0 if parcel is None else len(parcel.attached)
+    pieces, attached = list[Any](), 0
+    if parcel is not None:
+        attached = len(parcel.attached)
+        pieces = [memoryview(b"".join([parcel.attached, parcel.stream])) if attached else parcel.stream]
+        pieces += parcel.buffers
     lengths = [piece.nbytes for piece in pieces]
-    _require_room(lengths)
     parts: list[Any] = [_table(len(lengths)).pack(*lengths)]
     bulk = []
     for piece, length in zip(pieces, lengths, strict=True):
@@ -97,22 +87,8 @@ def pack(
     return b"".join((HEADER.pack(MAGIC, kind, len(pieces), attached, number, identifier), *parts)), bulk
 
 
-def _require_room(lengths: Sequence[int]) -> None:
-    if len(lengths) <= ALWAYS_FIT:
-        return
-    inside = sum(PLACE.size if is_bulk(length) else padded(length) for length in lengths)
-    if padded(START + LENGTH * len(lengths)) + inside > LONGEST_FRAME:
-        raise WireError(
-            f"its arrays of less than 64 KiB have {inside / 2**30:.1f} GiB together, and a message takes less than "
-            "2 GiB of them. Send several messages, or put them together to larger arrays"
-        )
-
-
 def unpack(frame: Any) -> Frame:
-    """Parse a frame. Raises WireError for bytes that are no frame."""
     view = memoryview(frame)
-    if len(view) < START or view[:4] != MAGIC:
-        raise WireError(f"{len(view)} bytes that are no message arrived: {bytes(view[:16])!r}...")
     _, code, count, attached, number, identifier = HEADER.unpack_from(view)
     lengths, start = _table(count).unpack_from(view, START), padded(START + LENGTH * count)
     pieces, places = list[Any](), list[int]()

@@ -1,11 +1,11 @@
-"""Blocks that put off signals, Ctrl-C among them, to their end, and waits that signals end.
+"""Blocks that put off Ctrl-C to their end, and waits that signals end.
 
 Python runs a program's signal handlers between any two bytecodes of the main thread, and Ctrl-C's raises
 KeyboardInterrupt. Between finding and receiving a message, or between sending two parts of a message, an exception
-would lose that message; and a handler that waits for another worker would wait while its own thread cannot look.
+would lose that message.
 
-Entering a block must cost next to nothing, so the handlers that put off signals stay installed around the handlers
-they found. They are installed again when other code (a notebook, for every cell) has installed handlers of its own.
+Entering a block must cost next to nothing, so the handler that puts off Ctrl-C stays installed around the handler that
+it found. It is installed again when other code (a notebook, for every cell) has installed a handler of its own.
 """
 
 import concurrent.futures
@@ -16,7 +16,7 @@ import time
 # signal.getsignal spends 1.5 us on turning the result into an enum.
 from _signal import getsignal  # type: ignore[import-not-found]
 from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TypeVar
 
 from jdistgrad.threads import is_called_by_c, signal_again
@@ -27,11 +27,7 @@ SLICE_SECONDS = 0.25  # the longest sleep of the main thread, see ``wait_in_slic
 
 _main = threading.main_thread().ident
 _blocks: list["put_off_interrupt"] = []  # the blocks that the main thread is in, innermost last
-_pending: dict[int, "Handler"] = {}  # of the signals that have come in these blocks
-
-# The signals for which programs have handlers.
-NAMES = "INT", "TERM", "HUP", "QUIT", "ALRM", "VTALRM", "PROF", "USR1", "USR2", "CHLD", "CONT", "TSTP", "WINCH"
-PUT_OFF = [int(getattr(signal, f"SIG{name}")) for name in NAMES if hasattr(signal, f"SIG{name}")]
+_pending: list["Handler"] = []  # of a Ctrl-C that has come in these blocks
 
 
 class Handler:
@@ -44,7 +40,7 @@ class Handler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _blocks:
-            _pending[number] = self
+            _pending[:] = [self]
             _blocks[0].seen = _blocks[-1].seen = True
         elif is_called_by_c(frame):
             signal_again(number)
@@ -52,30 +48,16 @@ class Handler:
             self.previous(number, frame)
 
 
-def _install() -> None:
-    """Install our handlers around those of the program. Signals for which it has none are let be."""
-    for number in PUT_OFF:
-        current = getsignal(number)
-        if type(current) is not Handler and callable(current):
-            signal.signal(number, Handler(current))
-
-
-def handle_signals() -> None:
-    """Install the handlers that blocks need already now, if this is the main thread: no other may."""
-    if threading.get_ident() == _main:
-        _install()
-
-
 def is_put_off() -> bool:
-    """Return whether the main thread is in a block that puts off signals."""
+    """Return whether the main thread is in a block that puts off Ctrl-C."""
     return bool(_blocks)
 
 
 class put_off_interrupt:  # noqa: N801 used like a function
-    """A block that signals do not interrupt. ``seen`` tells that one has come; it takes effect when the block ends.
+    """A block that Ctrl-C does not interrupt. ``seen`` tells that it has come; it takes effect when the block ends.
 
     In nested blocks it takes effect when the outermost block ends. Python interrupts only the main thread, so on other
-    threads a block does nothing.
+    threads a block does nothing, and neither does it where the program has no handler for Ctrl-C.
     """
 
     __slots__ = ("_on_main", "seen")
@@ -85,19 +67,18 @@ class put_off_interrupt:  # noqa: N801 used like a function
 
     def __enter__(self) -> "put_off_interrupt":
         if threading.get_ident() == _main:
-            _install()
+            current = getsignal(signal.SIGINT)
+            if type(current) is not Handler and callable(current):
+                signal.signal(signal.SIGINT, Handler(current))
             self._on_main = True
             _blocks.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._on_main:
             _blocks.pop()
-            while _pending and not _blocks:
-                number, handler = _pending.popitem()
-                handler.previous(number, None)
+            if _pending and not _blocks:
+                _pending.pop().previous(signal.SIGINT, None)
 
 
 def wait_in_slices(wait: Callable[[float | None], object], timeout: float | None = None) -> None:

@@ -60,25 +60,26 @@ def notes(folder: str, what: str) -> dict[int, str]:
 
 # The variables in which launchers name a job, or a step of one.
 JOB_VARIABLES = ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMI_JOBID",)
-PLACE = "JDISTGRAD_PLACE"  # the job, the rank, the socket to the launcher, and the process that has this rank's place
+PLACE = "JDISTGRAD_PLACE"  # the job, the rank, and the process that has this rank's place
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
     """Return the name that the launcher has given to the job, if it has."""
-    found = (variables for variables in JOB_VARIABLES if all(name in environment for name in variables))
-    return next(("-".join(environment[name] for name in variables) for variables in found), None)
+    for variables in JOB_VARIABLES:
+        if all(name in environment for name in variables):
+            return "-".join(environment[name] for name in variables)
+    return None
 
 
 def take_place() -> None:
     """Note for children, which inherit the environment, that this process has its rank's place in the job."""
-    os.environ[PLACE] = json.dumps([job_of(os.environ), rank(), _socket(), os.getpid()])
+    os.environ[PLACE] = json.dumps([job_of(os.environ), rank(), os.getpid()])
 
 
 def place_taken_by() -> int | None:
     """Return the process that has the place of this one in the job, if another has taken it."""
-    job, number, socket, process = json.loads(os.environ.get(PLACE, "[null, null, null, null]"))
-    mine = (job, number) == (job_of(os.environ), rank()) and _socket() in (None, socket)
-    return process if mine and process not in (None, os.getpid()) else None
+    job, number, process = json.loads(os.environ.get(PLACE, "[null, null, null]"))
+    return process if (job, number) == (job_of(os.environ), rank()) and process != os.getpid() else None
 
 
 def refuse_place_of_another_process(what: str) -> None:
@@ -92,14 +93,6 @@ def refuse_place_of_another_process(what: str) -> None:
         )
 
 
-def _socket() -> int | None:
-    """Return what tells this process's socket to a launcher of MPICH's kind from others; None if it has none open."""
-    try:
-        return os.fstat(int(os.environ["PMI_FD"])).st_ino
-    except (KeyError, ValueError, OSError):
-        return None
-
-
 # By this variable mpi4py leaves MPI open at the end of a process.
 LEFT_OPEN = "MPI4PY_RC_FINALIZE"
 
@@ -111,11 +104,11 @@ def mpi_is_left_open() -> bool:
 
 def outside_the_job() -> dict[str, str]:
     """Return this process's environment without what would make a child a part of the job."""
-    return {name: value for name, value in os.environ.items() if not _is_of_a_job(name)}
 
+    def is_of_the_job(name: str) -> bool:
+        return name == PLACE or name.startswith(OF_A_JOB_IN_OPEN_MPI_4 if name.startswith(OF_MPI) else OF_A_JOB)
 
-def _is_of_a_job(name: str) -> bool:
-    return name == PLACE or name.startswith(OF_A_JOB if not name.startswith(OF_MPI) else OF_A_JOB_IN_OPEN_MPI_4)
+    return {name: value for name, value in os.environ.items() if not is_of_the_job(name)}
 
 
 def launched() -> bool:

@@ -33,9 +33,7 @@ CALLS = frozenset({Kind.CALL, Kind.REMOTE})
 ANSWERS = frozenset({Kind.RESULT, Kind.FAILURE})
 ABOUT_LOSSES = frozenset({Kind.LOST, Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK})
 WORK = CALLS | ANSWERS | ABOUT_LOSSES | {Kind.PUSH, Kind.DROP, Kind.RELEASE}
-ENCODED = (
-    CALLS | ANSWERS | {Kind.PUSH}
-)  # their bodies hold users' values; other kinds have plain bodies: numbers, strings ...
+ENCODED = CALLS | ANSWERS | {Kind.PUSH}  # their bodies hold users' values; those of others numbers, strings ...
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,7 +55,7 @@ class Parcel:
 
 @dataclasses.dataclass(slots=True)
 class Message:
-    """A message. ``body`` is the value itself, the ``Parcel`` that encodes it, or the error of a damaged message."""
+    """A message. ``body`` is the value itself, or the ``Parcel`` that encodes it."""
 
     kind: Kind
     source: int

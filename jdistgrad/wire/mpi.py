@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import itertools
 import logging
+import pickle
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -20,16 +21,14 @@ from typing import Any
 from mpi4py import MPI
 
 from jdistgrad import errors
-from jdistgrad.wire import frames, plain
-from jdistgrad.wire.buffers import BufferPool
+from jdistgrad.wire import frames
 from jdistgrad.wire.doorbell import Doorbell
+from jdistgrad.wire.memory import BufferPool, SharedMemory, SharedPieces
 from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
-from jdistgrad.wire.mpi_pieces import chunks
+from jdistgrad.wire.mpi_process import chunks
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.polling import pause
-from jdistgrad.wire.shared_memory import SharedMemory
-from jdistgrad.wire.shared_pieces import SharedPieces
 from jdistgrad.wire.transport import Receiver, Task
 
 FRAME_TAG = 0
@@ -77,13 +76,6 @@ class Transfer:
         return MPI.Request.Testall(self.requests)
 
 
-def _parcel(message: Message) -> Parcel | None:
-    if message.kind in ENCODED or message.body is None:
-        parcel: Parcel | None = message.body
-        return parcel
-    return Parcel(memoryview(plain.pack(message.body)), [])
-
-
 class MPITransport:
     """A transport between the ranks of a communicator, which no other code may use.
 
@@ -121,12 +113,12 @@ class MPITransport:
         self._receiver = receiver
         self._progress = Progress(
             f"jdistgrad-mpi-{self.rank}",
-            self._look_until_a_rank_dies if self._failures is None else self._look_beside_failures,
+            self._look_for_all,
             run=receiver.run,
             enter=receiver.enter_thread,
             tick=receiver.tick,
             fail=receiver.fail,
-            sleep=self._sleep,
+            sleep=lambda seconds: self._doorbell.sleep(seconds, self._something_came),
             rung=lambda: self._doorbell.all_ring and not self._outgoing,
         )
         self._progress.start()
@@ -140,9 +132,6 @@ class MPITransport:
     def serve_only(self, *, only: bool) -> None:
         self._progress.idle_process = only
 
-    def _sleep(self, seconds: float) -> None:
-        self._doorbell.sleep(seconds, self._something_came)
-
     def _something_came(self) -> bool:
         """Return whether there is something to do that the last look did not find."""
         try:
@@ -155,19 +144,30 @@ class MPITransport:
 
     def send(self, peer: int, message: Message) -> None:
         if peer == self.rank:
-            self._deliver_here(message)
+            task = self._receiver.receive(message)
+            if task is not None:
+                self._receiver.run(task)
             return
         if self._closed:
             raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
         if peer in self._lost:
             raise self._is_lost(peer)
-        parcel = _parcel(message)
+        parcel: Parcel | None = message.body
+        if message.kind not in ENCODED and message.body is not None:
+            parcel = Parcel(memoryview(pickle.dumps(message.body, protocol=5)), [])
         number = next(self._numbers[peer])
         put = functools.partial(self._shared.put, peer)
         frame, bulk = frames.pack(message.kind, message.id, number, parcel, put)
         transfer = Transfer([], (frame, bulk), peer)
         try:
-            self._begin(transfer, self._tag(number))
+            transfer.requests.append(self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG))
+            for part in (part for piece in bulk for part in chunks(piece)):
+                transfer.requests.append(self._comm.Isend([part, MPI.BYTE], peer, self._tag(number)))
+            if not transfer.done():
+                self._outgoing.append(transfer)
+                self._begun += 1
+                self._doorbell.ring(self.rank)  # whoever looks here now must look for its end, too
+            self._doorbell.ring(peer)
         except MPI.Exception as error:
             self._dropped.append(transfer)
             if self._failures is None or not is_failure(error):
@@ -175,24 +175,8 @@ class MPITransport:
             raise self._is_lost(peer) from error
         self._progress.active()
 
-    def _begin(self, transfer: Transfer, tag: int) -> None:
-        frame, bulk = transfer.memory
-        transfer.requests.append(self._comm.Isend([frame, MPI.BYTE], transfer.peer, FRAME_TAG))
-        for piece in bulk:
-            transfer.requests += [self._comm.Isend([part, MPI.BYTE], transfer.peer, tag) for part in chunks(piece)]
-        if not transfer.done():
-            self._outgoing.append(transfer)
-            self._begun += 1
-            self._doorbell.ring(self.rank)  # whoever looks here now must look for its end, too
-        self._doorbell.ring(transfer.peer)
-
     def _is_lost(self, peer: int) -> errors.WorkerLostError:
         return errors.WorkerLostError(f"the worker of rank {peer} is lost: it was killed or ended", worker=peer)
-
-    def _deliver_here(self, message: Message) -> None:
-        task = self._receiver.receive(message)
-        if task is not None:
-            self._receiver.run(task)
 
     # Ranks that have died. Any thread may call ``lose`` and ``kill``; the rest is for the one that looks for messages.
 
@@ -206,34 +190,30 @@ class MPITransport:
         """Kill the process of a worker that stands still; return False if it is out of reach."""
         return self._failures is not None and self._failures.kill(peer)
 
-    def _look_until_a_rank_dies(self) -> tuple[bool, Task | None]:
-        try:
-            return self._look()
-        except MPI.Exception as error:  # of a death where mpirun does not end the job then: `mpirun --with-ft ulfm`
-            dead = failed(self._comm) if is_failure(error) else []
-            if not dead:
-                raise
-            why = f"{self._is_lost(dead[0])}. This world does not go on without it: that takes init(survive=True)"
-            raise errors.WorkerLostError(why, worker=dead[0]) from error
-
-    def _look_beside_failures(self) -> tuple[bool, Task | None]:
+    def _look_for_all(self) -> tuple[bool, Task | None]:
+        """Look for messages, and for ranks that have died."""
         now = time.monotonic()
-        if now >= self._next_check:
+        if self._failures is not None and now >= self._next_check:
             self._next_check = now + CHECK_SECONDS
-            self._find_lost()
+            self._find_lost(self._failures)
         try:
             return self._look()
         except MPI.Exception as error:
             if not is_failure(error):
                 raise
-            self._find_lost()
-            if not self._lost:
+            if self._failures is not None:
+                self._find_lost(self._failures)
+                if self._lost:
+                    return False, None
+            dead = failed(self._comm)
+            if not dead or self._failures is not None:
                 raise
-            return False, None
+            # Where mpirun does not end the job at a death: `mpirun --with-ft ulfm`.
+            why = f"{self._is_lost(dead[0])}. This world does not go on without it: that takes init(survive=True)"
+            raise errors.WorkerLostError(why, worker=dead[0]) from error
 
-    def _find_lost(self) -> None:
-        assert self._failures is not None
-        for rank in self._failures.find():
+    def _find_lost(self, failures: Failures) -> None:
+        for rank in failures.find():
             self.lose(rank)
             self._receiver.lost(rank, "it was killed or ended")
         if self._lost:
@@ -247,7 +227,11 @@ class MPITransport:
     def _look(self) -> tuple[bool, Task | None]:
         """Look for messages once, up to the first that brings a task; return whether anything moved, and the task."""
         self._begun_before_look = self._begun
-        moved = self._advance_outgoing() if self._outgoing else False
+        moved = False
+        for transfer in self._outgoing.copy():  # sending threads append meanwhile
+            if transfer.done():
+                self._outgoing.remove(transfer)
+                moved = True
         if self._incoming:
             task = self._advance_incoming()
             if task is not None:
@@ -277,11 +261,14 @@ class MPITransport:
 
     def _frame_complete(self, arrived: Transfer) -> Task | None:
         """Take a complete frame: deliver its message, or start to receive its large pieces."""
-        try:
-            frame = frames.unpack(arrived.memory)
-            bulk = self._find_pieces(arrived.peer, frame) if frame.places else []
-        except errors.WireError as error:
-            return self._receive_broken(arrived.peer, error)
+        frame = frames.unpack(arrived.memory)
+        bulk = []
+        for k, place in zip(frame.missing(), frame.places, strict=True):
+            if place:
+                frame.pieces[k] = self._shared.found(arrived.peer, place, frame.lengths[k])
+            else:
+                frame.pieces[k] = self._pool.lease(frame.lengths[k])
+                bulk.append(frame.pieces[k])
         if not bulk:
             return self._receive(arrived.peer, frame)
         arriving = Transfer([], frame.pieces, arrived.peer, frame)
@@ -299,60 +286,16 @@ class MPITransport:
         """Return the tag of the large pieces that follow a frame."""
         return 1 + number % self._tags
 
-    def _find_pieces(self, source: int, frame: frames.Frame) -> list[Any]:
-        """Find the large pieces that are in shared memory, and lease memory for the others; return the latter."""
-        bulk, failed = list[Any](), None
-        for k, place in zip(frame.missing(), frame.places, strict=True):
-            nbytes = frame.lengths[k]
-            try:
-                frame.pieces[k] = self._shared.found(source, place, nbytes) if place else self._pool.lease(nbytes)
-            except (MemoryError, OSError) as error:  # the other pieces must be found, too, to give their places back
-                text = f"a message of {nbytes} bytes arrived, for which there is no memory: {error}"
-                failed = errors.WireError(text, kind=frame.kind, id=frame.id)
-                failed.__cause__ = error
-                continue
-            if not place:
-                bulk.append(frame.pieces[k])
-        if failed is not None:
-            raise failed
-        return bulk
-
     def _receive(self, source: int, frame: frames.Frame) -> Task | None:
         message = frame.message(source)
         if message.kind not in ENCODED and message.body is not None:
-            try:
-                message.body = plain.unpack(message.body.stream)
-            except errors.WireError as error:
-                message.body = error
-        return self._hand_on(message)
-
-    def _receive_broken(self, source: int, error: errors.WireError) -> Task | None:
-        """Hand on a message that could not be received, since the layer above knows its call; else refuse it."""
-        if error.id is None:
-            self._receiver.refuse(source, "a message", error)
-            return None
-        return self._hand_on(Message(error.kind, source, error.id, error))
-
-    def _hand_on(self, message: Message) -> Task | None:
+            message.body = pickle.loads(message.body.stream)
         try:
             return self._receiver.receive(message)
         except Exception:  # one invalid message must not keep the others from being delivered
-            log.exception(
-                "the worker of rank %d could make nothing of a %s from rank %d",
-                self.rank,
-                message.kind.name,
-                message.source,
-            )
+            text = "the worker of rank %d could make nothing of a %s from rank %d"
+            log.exception(text, self.rank, message.kind.name, source)
             return None
-
-    def _advance_outgoing(self) -> bool:
-        """Remove completed sends; return whether there were any. Sending threads append meanwhile."""
-        finished = False
-        for transfer in self._outgoing.copy():
-            if transfer.done():
-                self._outgoing.remove(transfer)
-                finished = True
-        return finished
 
     def _advance_incoming(self) -> Task | None:
         """Complete at most one transfer."""

@@ -5,7 +5,6 @@ exit status other than 0; for ranks of one machine the kernel tells that too.
 """
 
 import contextlib
-import errno
 import os
 import pathlib
 import select
@@ -79,18 +78,6 @@ def failed(comm: MPI.Intracomm) -> list[int]:
         everybody.Free()
 
 
-def is_of_process(descriptor: int) -> bool:
-    """Return whether a descriptor still stands for a process, alive or not: programs may close what they do not know.
-
-    Closed, or open for something else since, it says nothing of the process.
-    """
-    try:
-        signal.pidfd_send_signal(descriptor, 0)
-    except OSError as error:
-        return error.errno == errno.ESRCH
-    return True
-
-
 class Failures:
     """The search for ranks that have died.
 
@@ -103,23 +90,21 @@ class Failures:
         self._found: set[int] = set()
         self._poll, self._watched = select.poll(), dict[int, int]()
         self._in_reach: set[int] = set()  # ranks of this machine
-        self._gone: set[int] = set()  # ranks of this machine that had ended before they could be watched
+        self._gone: set[int] = set()  # ranks of this machine that have ended
         machine, own = processes[comm.rank]
         for rank, (other, number) in enumerate(processes):
-            if machine and other == machine and number != own:
-                self._watch(rank, number)
-
-    def _watch(self, rank: int, process: int) -> None:
-        try:
-            descriptor = os.pidfd_open(process)
-        except ProcessLookupError:
-            self._gone.add(rank)
-        except (OSError, AttributeError):  # an old kernel: MPI tells
-            pass
-        else:
-            self._watched[descriptor] = rank
-            self._in_reach.add(rank)
-            self._poll.register(descriptor, select.POLLIN)
+            if not machine or other != machine or number == own:
+                continue
+            try:
+                descriptor = os.pidfd_open(number)
+            except ProcessLookupError:
+                self._gone.add(rank)
+            except (OSError, AttributeError):  # an old kernel: MPI tells
+                pass
+            else:
+                self._watched[descriptor] = rank
+                self._in_reach.add(rank)
+                self._poll.register(descriptor, select.POLLIN)
 
     def find(self) -> list[int]:
         """Return the ranks that have died since the last call. MPI serves wildcards again from then on."""
@@ -138,27 +123,22 @@ class Failures:
             failed.Free()
 
     def _told_by_kernel(self) -> set[int]:
-        ended = set[int]()
         for descriptor, _ in self._poll.poll(0) if self._watched else []:
             self._poll.unregister(descriptor)
-            rank = self._watched.pop(descriptor)
-            if is_of_process(descriptor):
-                os.close(descriptor)
-                ended.add(rank)
-            else:
-                self._in_reach.discard(rank)
-        return ended | self._gone
+            self._gone.add(self._watched.pop(descriptor))
+            os.close(descriptor)
+        return self._gone
 
     def kill(self, rank: int) -> bool:
         """Kill the process of a rank, unless it has ended; return False if it is out of reach. For any thread."""
         for descriptor, watched in self._watched.copy().items():
             if watched == rank:
-                with contextlib.suppress(OSError):  # ended meanwhile, or the program has closed the descriptor
+                with contextlib.suppress(OSError):  # ended meanwhile
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         return rank in self._in_reach
 
     def close(self) -> None:
-        for descriptor in filter(is_of_process, self._watched):
+        for descriptor in self._watched:
             os.close(descriptor)
         self._watched.clear()
         self._poll = select.poll()

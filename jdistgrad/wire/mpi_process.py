@@ -1,30 +1,38 @@
-"""MPI in this process: whether it can be used, how it ends a job, and what is to be done before it ends itself."""
+"""MPI in this process: whether it can be used, how the ranks of a job meet, and how a process ends the job.
+
+Ranks meet without a collective, which would hang for ever if a rank were missing. Rank 0 collects the hellos of all
+ranks and sends to each rank all those that came. Only then, with all ranks known to be there, is the communicator
+duplicated.
+"""
 
 import contextlib
 import fcntl
+import pickle
+import struct
 import sys
 import termios
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
-from jdistgrad import errors
-from jdistgrad.wire import launcher_env
+from jdistgrad.errors import WorldError
+from jdistgrad.wire import launcher_env, mpi_failures
+from jdistgrad.wire.polling import poll
 from jdistgrad.wire.transport import Task
 
+CHUNK = 1 << 30  # bytes: more than this overflows the int that MPI counts with
 READ_SECONDS = 5.0  # how long mpirun may take to read what was printed
+ROLL_TAG, ROSTER_TAG, END_TAG = 31_071, 31_072, 31_073
+GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer tells which ranks are missing
 
 
 def require_threads() -> None:
-    """Raise WorldError if MPI was not started for use by several threads at once, or has been finalized."""
-    if MPI.Is_finalized():
-        raise errors.WorldError(
-            "init: MPI.Finalize() has been called in this process, and MPI cannot start twice. Leave the call out: "
-            "mpi4py finalizes MPI at the end of the process."
-        )
+    """Raise WorldError if MPI was not started for use by several threads at once."""
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise errors.WorldError(
+        raise WorldError(
             "init: MPI runs with less than MPI_THREAD_MULTIPLE, which calls from several threads need. Import mpi4py "
             "with its defaults (mpi4py.rc.thread_level = 'multiple'), and use an MPI built with thread support."
         )
@@ -51,10 +59,127 @@ def require_the_others(what: str) -> None:
     why = why_alone()
     if why:
         variable, _ = launcher_env.started_processes()
-        raise errors.WorldError(
+        raise WorldError(
             f"{what}: {why}. To remedy this, {launcher_env.TOGETHER}; `jdistgrad doctor`, started the same way, tells "
             f"whether they meet. Processes that are meant to be alone need {variable} unset."
         )
+
+
+def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
+    """Return the hellos of all ranks, by rank. Every rank must call it.
+
+    Raises:
+      WorldError: some ranks were missing after ``timeout`` seconds; raised on every rank that called.
+    """
+    with naming_the_dead(comm):
+        hellos = _collect(comm, hello, timeout) if comm.rank == 0 else _report(comm, hello, timeout)
+    missing = sorted(set(range(comm.size)) - set(hellos))
+    if missing:
+        raise WorldError(
+            f"init: ranks {missing} of {comm.size} did not call init within {timeout:g} s. "
+            "Every rank must call jdistgrad.init().",
+            missing=missing,
+        )
+    return [hellos[rank] for rank in range(comm.size)]
+
+
+def _collect(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
+    hellos = {0: hello}
+
+    def all_here() -> bool:
+        status = MPI.Status()
+        while (message := comm.Improbe(tag=ROLL_TAG, status=status)) is not None:
+            hellos[status.source] = _received(message, status)
+        return len(hellos) == comm.size
+
+    poll(all_here, timeout)
+    roster = pickle.dumps(hellos)
+    answers = [comm.Isend([roster, MPI.BYTE], rank, ROSTER_TAG) for rank in hellos if rank != 0]
+    poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
+    return hellos
+
+
+def _report(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
+    sent = comm.Isend([pickle.dumps(hello), MPI.BYTE], 0, ROLL_TAG)
+    if not poll(lambda: comm.Iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
+        return dict.fromkeys(range(1, comm.size), hello)
+    status = MPI.Status()
+    roster: dict[int, Any] = _received(comm.Mprobe(0, ROSTER_TAG, status), status)
+    sent.Wait()
+    return roster
+
+
+def _received(message: MPI.Message, status: MPI.Status) -> Any:
+    data = bytearray(status.Get_count(MPI.BYTE))
+    message.Recv([data, MPI.BYTE])
+    return pickle.loads(data)
+
+
+def duplicate(comm: MPI.Intracomm, timeout: float) -> MPI.Intracomm:
+    """Return a communicator of our own. Every rank must call it."""
+    with naming_the_dead(comm):
+        twin, request = comm.Idup()
+        if not poll(request.Test, timeout):
+            raise WorldError(f"init: MPI could not duplicate the communicator within {timeout:g} s")
+        return twin
+
+
+@contextlib.contextmanager
+def naming_the_dead(comm: MPI.Intracomm) -> Iterator[None]:
+    """Let errors of MPI in the block that come from the death of ranks name these."""
+    try:
+        yield
+    except MPI.Exception as error:
+        dead = mpi_failures.failed(comm)
+        if not dead:
+            raise
+        raise WorldError(
+            f"init: ranks {dead} of {comm.size} have died or ended. A world may go on without ranks, but it opens only "
+            "with all ranks of the job: start the job again.",
+            missing=dead,
+        ) from error
+
+
+def missing_at_the_end(comm: MPI.Intracomm, timeout: float) -> list[int]:
+    """Return the ranks that do not call this within ``timeout`` seconds. To be called once, at the end of a program."""
+    others = set(range(comm.size)) - {comm.rank}
+    sent = [comm.Isend([bytearray(), MPI.BYTE], rank, END_TAG) for rank in others]
+
+    def all_here() -> bool:
+        status = MPI.Status()
+        while (message := comm.Improbe(tag=END_TAG, status=status)) is not None:
+            message.Recv([bytearray(), MPI.BYTE])
+            others.discard(status.source)
+        return not others
+
+    poll(all_here, timeout)
+    poll(lambda: MPI.Request.Testall(sent), 0.0 if others else timeout)
+    return sorted(others)
+
+
+def chunks(piece: Any) -> list[memoryview]:
+    """Return the parts in which MPI, which counts bytes in C ints, sends a piece of any length."""
+    view = memoryview(piece)
+    return [view[start : start + CHUNK] for start in range(0, view.nbytes, CHUNK)]
+
+
+def allgather(comm: MPI.Intracomm, tag: int, pieces: Sequence[Any]) -> list[list[memoryview]]:
+    """Return the pieces of bytes of all ranks, by rank, in memory of their own. Every rank must call it."""
+    views = [memoryview(piece).cast("B") for piece in pieces]
+    table = struct.pack(f"<{len(views)}Q", *[view.nbytes for view in views])
+    parts = [part for view in views for part in chunks(view)]
+    sent = [comm.Isend([part, MPI.BYTE], peer, tag) for peer in range(comm.size) for part in (table, *parts)]
+    found = []
+    for peer in range(comm.size):
+        status = MPI.Status()
+        comm.Probe(peer, tag, status)
+        lengths = bytearray(status.Get_count(MPI.BYTE))
+        comm.Recv([lengths, MPI.BYTE], peer, tag)
+        found.append([np.empty(length, np.uint8).data for (length,) in struct.iter_unpack("<Q", lengths)])
+        for part in (part for piece in found[-1] for part in chunks(piece)):
+            comm.Recv([part, MPI.BYTE], peer, tag)
+    MPI.Request.Waitall(sent)
+    return found
 
 
 def abort_job(cause: str) -> None:
@@ -64,23 +189,13 @@ def abort_job(cause: str) -> None:
             sys.stdout.flush()
         with contextlib.suppress(Exception):
             print(f"jdistgrad: {cause}; ending the job", file=sys.stderr, flush=True)
-            _wait_until_read(sys.stderr)
+            # What mpirun reads of a pipe only after the abort is printed below its own words, or is lost.
+            deadline = time.monotonic() + READ_SECONDS
+            while any(fcntl.ioctl(sys.stderr.fileno(), termios.FIONREAD, bytes(4))) and time.monotonic() < deadline:
+                time.sleep(0.01)
+        time.sleep(0.1)  # mpirun needs time to pass the text on
     finally:
         MPI.COMM_WORLD.Abort(1)
-
-
-def _wait_until_read(stream: Any) -> None:
-    """Wait until mpirun has read the stream: output it reads after the abort is printed below its own, or is lost."""
-    deadline = time.monotonic() + READ_SECONDS
-    with contextlib.suppress(OSError, ValueError):  # not a pipe
-        while _unread(stream.fileno()) and time.monotonic() < deadline:
-            time.sleep(0.01)
-    time.sleep(0.1)  # mpirun needs time to pass the text on
-
-
-def _unread(descriptor: int) -> int:
-    """Return how many bytes wait in a pipe."""
-    return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def when_mpi_ends(task: Task) -> None:

@@ -25,11 +25,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdistgrad import errors
 from jdistgrad.threads import IDLE_SECONDS, join_soon, run_task, started
 from jdistgrad.wire.interrupts import is_put_off, put_off_interrupt
-from jdistgrad.wire.polling import LONGEST, WITH_BELL, nap, pause
-from jdistgrad.wire.sleepers import Sleepers
+from jdistgrad.wire.polling import LONGEST, WITH_BELL, Sleepers, nap, pause
 from jdistgrad.wire.transport import Task
 
 Look = Callable[[], tuple[bool, Task | None]]
@@ -67,7 +65,6 @@ class Progress:
         self._tick, self._fail, self._tick_seconds = tick, fail, tick_seconds
         self._rest, self._rung = sleep, rung
         self._baton, self._primary = threading.Lock(), threading.Lock()
-        self._looking = 0  # the thread that has the baton
         self._standby, self._sleepers = threading.Semaphore(0), Sleepers()
         self._count = itertools.count()
         self._free = self._parked = self._busy = 0
@@ -103,36 +100,24 @@ class Progress:
         if done():
             return
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        while True:
+        while not (done() or self._stopped or time.monotonic() >= deadline):
             with put_off_interrupt() as interrupt:
-                self._wait(futures, done, deadline, interrupt)
-            if not interrupt.seen or is_put_off():
+                if self._baton.acquire(blocking=False):
+                    self._last_wait, self._last_waiter = float("inf"), threading.get_ident()
+                    try:
+                        self._look_until(lambda: done() or interrupt.seen, deadline)
+                    finally:
+                        self._last_wait = time.monotonic()
+                        self._give_back()
+                else:
+                    self._sleep(futures, deadline)
+            if interrupt.seen and is_put_off():
                 return
-
-    def _wait(
-        self,
-        futures: Sequence[concurrent.futures.Future[Any]],
-        done: Callable[[], bool],
-        deadline: float,
-        interrupt: put_off_interrupt,
-    ) -> None:
-        """Return when one of the futures is done, the deadline has passed, or a signal has come."""
-        while not (done() or self._stopped or interrupt.seen or time.monotonic() >= deadline):
-            if self._take_baton():
-                self._last_wait, self._last_waiter = float("inf"), threading.get_ident()
-                try:
-                    self._look_until(done, deadline, interrupt)
-                finally:
-                    self._last_wait = time.monotonic()
-                    self._give_back()
-            else:
-                self._refuse_to_wait_for_itself()
-                self._sleep(futures, deadline)
 
     def look(self) -> None:
         """Look once, unless another thread does. Whoever looks between computations will look again soon."""
         with put_off_interrupt():
-            if not self._stopped and self._take_baton():
+            if not self._stopped and self._baton.acquire(blocking=False):
                 try:
                     _, task = self._look_safely()
                 finally:
@@ -148,33 +133,17 @@ class Progress:
             self._sleepers.sleep(number, futures, deadline)
         self._sleepers.leave(number)
 
-    def _take_baton(self) -> bool:
-        taken = self._baton.acquire(blocking=False)
-        if taken:
-            self._looking = threading.get_ident()
-        return taken
-
-    def _refuse_to_wait_for_itself(self) -> None:
-        """Raise if this thread has the baton: what waits has interrupted the look, and nobody else may look."""
-        if self._looking == threading.get_ident():
-            raise errors.DistgradError(
-                f"{self._name}: a __del__ waits for another worker, and has interrupted this thread while it was "
-                "looking for messages, so the answer could not arrive. Start a thread in the __del__ that makes the "
-                "call."
-            )
-
     def _give_back(self) -> bool:
         """Stop looking, and wake a sleeper to look; return whether there was a sleeper.
 
         If that sleeper has its answer by now, the primary will wake the next.
         """
-        self._looking = 0
         self._baton.release()
         return self._sleepers.wake()
 
-    def _look_until(self, done: Callable[[], bool], deadline: float, interrupt: put_off_interrupt) -> None:
+    def _look_until(self, done: Callable[[], bool], deadline: float) -> None:
         quiet_since = now = time.monotonic()
-        while not (done() or self._stopped or interrupt.seen or now >= deadline):
+        while not (done() or self._stopped or now >= deadline):
             moved, task = self._look_safely()
             if task is not None:
                 self._run(task)
@@ -255,7 +224,7 @@ class Progress:
         return time.monotonic() - self._last_wait < LONGEST
 
     def _look_once(self) -> Task | None:
-        if not self._take_baton():
+        if not self._baton.acquire(blocking=False):
             pause(LONGEST)
             return None
         try:
@@ -269,19 +238,16 @@ class Progress:
             self._last_task = now
         if moved:
             self._last_activity = now
-        else:
-            self._rest(self._until_next_look(now))
-        return task
-
-    def _nap(self, quiet: float, *, may_spin: bool) -> float:
-        return nap(quiet, may_spin=may_spin, longer=WITH_BELL if self._rung() else 1)
-
-    def _until_next_look(self, now: float) -> float:
+            return task
         if self.idle_process and not self._busy:
             seconds = self._nap(now - self._last_activity, may_spin=True)
         else:  # spinning would take the GIL, and a core, from a task that runs
             seconds = self._nap(now - self._last_task, may_spin=False)
-        return self._tick_seconds if seconds and self._rung() else seconds
+        self._rest(self._tick_seconds if seconds and self._rung() else seconds)
+        return task
+
+    def _nap(self, quiet: float, *, may_spin: bool) -> float:
+        return nap(quiet, may_spin=may_spin, longer=WITH_BELL if self._rung() else 1)
 
     def _look_safely(self) -> tuple[bool, Task | None]:
         try:
@@ -309,18 +275,14 @@ class Progress:
             if surplus:
                 self._free -= 1
                 self._parked += 1
-        if surplus:
-            return self._standby.acquire(timeout=IDLE_SECONDS) or self._needed_after_all()
-        pause(max(LONGEST, nap(time.monotonic() - self._last_task, may_spin=False)))  # the bell rings for the primary
+        if not surplus:
+            pause(max(LONGEST, nap(time.monotonic() - self._last_task, may_spin=False)))  # the bell is for the primary
+        elif not self._standby.acquire(timeout=IDLE_SECONDS):
+            with self._counting:
+                if not self._standby.acquire(blocking=False):  # nobody has woken this thread just now
+                    self._parked -= 1
+                    return False
         return True
-
-    def _needed_after_all(self) -> bool:
-        """Return whether a thread that was about to end has been woken just now."""
-        with self._counting:
-            if self._standby.acquire(blocking=False):
-                return True
-            self._parked -= 1
-            return False
 
     def _run_here(self, task: Task) -> None:
         run_task(task, self._name)

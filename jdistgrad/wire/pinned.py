@@ -47,7 +47,11 @@ class Copies:
     """Copies of arrays in pinned host memory, all begun at once, so that the device is not waited for one by one."""
 
     def __init__(self, leaves: Iterable[Any]):
-        found = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and _is_copied(leaf)]
+        found = [
+            leaf
+            for leaf in leaves
+            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and in_pinned_memory(leaf.sharding)
+        ]
         # With the arrays themselves: another array could get the number of one that is gone.
         self._by_id = {id(leaf): (leaf, copy) for leaf, copy in zip(found, copies(found) or (), strict=True)}
 
@@ -57,10 +61,6 @@ class Copies:
 
 
 NONE = Copies(())
-
-
-def _is_copied(leaf: Any) -> bool:
-    return not isinstance(leaf, jax.core.Tracer) and in_pinned_memory(leaf.sharding) is not None
 
 
 def of_all(leaves: Callable[[], Iterable[Any]]) -> Copies:

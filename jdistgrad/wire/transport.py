@@ -13,14 +13,7 @@ class Receiver(Protocol):
     """The callbacks of a transport. ``receive`` and ``tick`` must be quick, not wait, and not run users' code."""
 
     def receive(self, message: Message) -> Task | None:
-        """Take a message; return work that cannot be done quickly as a task, which the transport must have run.
-
-        The body of a message that arrived damaged, but whose kind and id are known, is the WireError. Messages without
-        a known id are refused by the transport.
-        """
-
-    def refuse(self, source: int, what: str, why: object) -> None:
-        """Count and log a message that the transport does not hand on."""
+        """Take a message; return work that cannot be done quickly as a task, which the transport must have run."""
 
     def run(self, task: Task) -> None:
         """Run a task on some thread that may wait."""
@@ -53,8 +46,8 @@ class Transport(Protocol):
 
         Unless the transport hands objects over, the body of a message to another worker that holds users' values
         (``ENCODED``) is a parcel. The buffers of a parcel must not change until the message has been sent. Such
-        a transport itself packs bodies of the other kinds with ``plain``, and unpacks them. Any transport delivers a
-        message to its own worker as it is, unencoded.
+        a transport itself pickles bodies of the other kinds, and unpickles them. Any transport delivers a message to
+        its own worker as it is, unencoded.
 
         Raises:
           WorldClosedError: the transport is closed (over MPI).

@@ -23,13 +23,6 @@ class UnrebuildableError(Exception):
         self.other = other
 
 
-class TextlessError(Exception):
-    """An exception whose text cannot be had."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no text")
-
-
 class NoException(BaseException):
     """An exception that is no Exception."""
 
@@ -69,7 +62,6 @@ RAISED: dict[str, Callable[[], BaseException]] = {
     "GeneratorExit": GeneratorExit,
     "NoException": NoException,
     "UnrebuildableError": lambda: UnrebuildableError("boom", other="more"),
-    "TextlessError": TextlessError,
     "with a lock": with_a_lock,
 }
 

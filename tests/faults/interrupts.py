@@ -1,4 +1,7 @@
-"""Ctrl-C at a random moment of a call, gradient, staged step, context or pipeline: the next of its kind is right."""
+"""Ctrl-C at a random moment of a call, gradient, staged step, context or pipeline: the next of its kind is right.
+
+The workers are threads: under mpirun Ctrl-C, which all ranks receive, ends the job.
+"""
 
 import os
 import random
@@ -13,10 +16,10 @@ import optax
 
 import jdistgrad as jd
 from faults.outcomes import HUNG, Outcome, patience
-from faults.program import driven, judged
+from faults.program import contexts_left, judged
 
 PROMPT_SECONDS = 0.5
-SLACK = 2.0  # three processes on two cores
+SLACK = 2.0  # three workers on two cores
 RATE = 0.5
 
 
@@ -87,16 +90,15 @@ class Session:
 
 
 def play(chance: random.Random, count: int) -> Iterator[Outcome]:
-    return driven(count, lambda: presses(chance, count))
-
-
-def presses(chance: random.Random, count: int) -> Iterator[Outcome]:
-    session = Session()
-    works = [session.call, session.step, session.staged_step, session.in_a_context, session.pipeline_step]
-    usual = {work: seconds(work) for work in works for _ in range(2)}
-    for _ in range(count):
-        work = chance.choice(works)
-        yield interrupted(work, chance.uniform(0.0, 1.2 * usual[work]), session.expected())
+    with jd.local_workers(3):
+        session = Session()
+        works = [session.call, session.step, session.staged_step, session.in_a_context, session.pipeline_step]
+        usual = {work: seconds(work) for work in works for _ in range(2)}
+        for _ in range(count):
+            work = chance.choice(works)
+            yield interrupted(work, chance.uniform(0.0, 1.2 * usual[work]), session.expected())
+        del session, works, usual, work
+        assert contexts_left() == []
 
 
 def seconds(work: Callable[[], float]) -> float:

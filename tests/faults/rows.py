@@ -22,9 +22,9 @@ class Row:
     short: int
 
 
-def played(module: str, *, limit: float = 60.0) -> Callable[[int, int], Iterator[Outcome]]:
-    """Return a function that injects the faults of a module, on three ranks."""
-    return lambda count, seed: program.run(3, module, count, seed, limit=limit)
+def played(module: str, *, processes: int = 3, limit: float = 60.0) -> Callable[[int, int], Iterator[Outcome]]:
+    """Return a function that injects the faults of a module, on so many ranks."""
+    return lambda count, seed: program.run(processes, module, count, seed, limit=limit)
 
 
 ROWS = {
@@ -36,7 +36,7 @@ ROWS = {
         Row("standing still", ranks.standing_still, 60, 1),
         Row("ending", ranks.ending, 100, 1),
         Row("failing functions", played("faults.calls"), 1000, 30),
-        Row("Ctrl-C", played("faults.interrupts"), 1000, 30),
+        Row("Ctrl-C", played("faults.interrupts", processes=1), 1000, 30),
         Row("failing pipelines", played("faults.pipelines"), 500, 5),
         Row("differing trees", played("faults.trees"), 1000, 15),
         Row("killed and started again", restarts.resumed, 20, 0),

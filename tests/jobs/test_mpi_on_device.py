@@ -141,9 +141,8 @@ def test_the_trial_in_a_process_of_its_own(tmp_path, monkeypatch):
     assert mpi_on_device.trial().endswith("in a process of its own, failed: OSError: no MPI here.")
 
 
-@pytest.mark.parametrize("optimize", ["0", "1"])  # where 1 is set, Python runs no assertions
-def test_a_trial_that_receives_other_numbers_fails(tmp_path, monkeypatch, optimize):
+def test_a_trial_that_receives_other_numbers_fails(tmp_path, monkeypatch):
     (tmp_path / "mpi4jax.py").write_text("def sendrecv(x, *ranks, comm):\n    return x + 1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setenv("PYTHONOPTIMIZE", optimize)
+    monkeypatch.setenv("PYTHONOPTIMIZE", "1")  # Python runs no assertions
     assert "other numbers came than were sent" in mpi_on_device.trial()

@@ -69,33 +69,22 @@ def test_under_mpirun_the_ranks_there_are(user_tests):
 
 
 @pytest.mark.parametrize("given", [[], ["--basetemp", "files"]])
-def test_ranks_do_not_share_temporary_files(user_tests, given):
-    source = """
-        def test_it(world, tmp_path):
-            print("files in", tmp_path)
-    """
-    output = user_tests(source, ranks=3, options=given)
-    folders = {line.split()[-1] for line in output.splitlines() if "files in" in line}
-    assert len(folders) == 3
-    assert all(pathlib.Path(folder).exists() == bool(given) for folder in folders)
-
-
-def test_ranks_do_not_share_a_report(user_tests, tmp_path):
-    user_tests(ADDS, ranks=3, options=["--junitxml", "told/report.xml"])
-    reports = sorted((tmp_path / "told").iterdir())
-    assert [one.name for one in reports] == ["report.rank1.xml", "report.rank2.xml", "report.xml"]
-    assert all(ElementTree.parse(one).getroot().find("testsuite").get("tests") == "2" for one in reports)
-
-
-def test_ranks_do_not_share_what_coverage_measures(user_tests):
+def test_ranks_do_not_share_temporary_files_or_reports(user_tests, given, tmp_path):
     source = """
         import os
 
-        def test_it(world):
+        def test_it(world, tmp_path):
             print("measured in", os.environ["COVERAGE_FILE"])
+            print("files in", tmp_path)
     """
-    output = user_tests(source, ranks=3)
+    output = user_tests(source, ranks=3, options=[*given, "--junitxml", "told/report.xml"])
+    folders = {line.split()[-1] for line in output.splitlines() if "files in" in line}
+    assert len(folders) == 3
+    assert all(pathlib.Path(folder).exists() == bool(given) for folder in folders)
     assert all(f"measured in .coverage-rank{rank}" in output for rank in range(3))
+    reports = sorted((tmp_path / "told").iterdir())
+    assert [one.name for one in reports] == ["report.rank1.xml", "report.rank2.xml", "report.xml"]
+    assert all(ElementTree.parse(one).getroot().find("testsuite").get("tests") == "1" for one in reports)
 
 
 def test_a_job_that_is_too_small_skips_and_says_why(user_tests):
@@ -110,21 +99,9 @@ def test_processes_that_mpi_does_not_bring_together_skip_nothing(user_tests, mon
     assert "it has started 3 processes (SLURM_STEP_NUM_TASKS), but MPI finds" in output
 
 
-@pytest.mark.parametrize("parameter", ["world", "indirect"])
-def test_a_process_that_xdist_adds_to_a_rank_takes_no_place_in_the_job(user_tests, tmp_path, parameter):
+def test_a_process_that_xdist_adds_to_a_rank_takes_no_place_in_the_job(user_tests, tmp_path):
     (tmp_path / "conftest.py").write_text("def pytest_configure(config): config.workerinput = {}")  # as xdist does
-    source = f"""
-        import pytest
-
-        @pytest.fixture
-        def indirect(request):
-            return request.getfixturevalue("world")
-
-        @pytest.mark.world(1)
-        def test_it({parameter}):
-            pass
-    """
-    output = user_tests(source, ranks=1, fails=True)
+    output = user_tests("def test_it(world): pass", ranks=1, fails=True)
     assert "pytest-xdist has started this process in addition: run the job's tests with -n 0" in output
 
 
@@ -145,12 +122,6 @@ INDIRECT = """
     def test_of_four(indirect):
         print("workers:", indirect.size)
 """
-
-
-def test_a_fixture_may_ask_for_the_world(user_tests):
-    output = user_tests(INDIRECT)
-    assert "workers: 2" in output
-    assert "workers: 4" in output
 
 
 def test_a_fixture_of_ranks_may_ask_for_the_world(user_tests):
@@ -185,16 +156,6 @@ def test_the_world_of_a_fixture_of_another_scope_stays_open(user_tests):
 def test_worlds_of_several_sizes_are_parameters(user_tests):
     output = user_tests(INDIRECT.replace("world(4)", "world(3, 4)"), fails=True)
     assert "test_of_four: for a world of each size, (3, 4), give the test a parameter `world`" in output
-
-
-def test_a_ranks_failure_in_such_a_test_ends_the_job(user_tests):
-    output = user_tests(
-        INDIRECT.replace('print("workers:", indirect.size)', "assert jd.rank() != 1"),
-        ranks=3,
-        fails=True,
-        options=("-k", "two"),
-    )
-    assert "rank 1: test_user.py::test_of_two failed" in output
 
 
 def test_one_ranks_failure_ends_the_job(user_tests):
@@ -317,22 +278,20 @@ def test_a_test_that_waits_for_ever_is_ended_and_says_where_it_stood(user_tests)
     assert "in drive" in output
 
 
-@pytest.mark.parametrize("how", ["breakpoint()", "assert False"])
-def test_a_test_in_the_debugger_takes_its_time(user_tests, how):
-    source = f"""
+def test_a_test_in_the_debugger_takes_its_time(user_tests):
+    source = """
         from jdistgrad import spawn  # loads JAX before the time runs
 
         def test_it(world):
-            {how}
+            breakpoint()
     """
     keys = "import time; time.sleep(3); print('still', 'here')\nc\n"
-    output = user_tests(source, time_limit=2, options=["--pdb"], keys=keys, fails=how == "assert False")
+    output = user_tests(source, time_limit=2, keys=keys)
     assert "still here" in output
 
 
 def test_time_without_limit(user_tests):
-    for limit in 0, "inf":
-        assert "1 passed" in user_tests("def test_it(world): pass", time_limit=limit, options=["-W", "error"])
+    assert "1 passed" in user_tests("def test_it(world): pass", time_limit="inf", options=["-W", "error"])
 
 
 def test_who_does_not_use_it_is_not_disturbed(user_tests):

@@ -12,9 +12,8 @@ import pytest
 
 from jdistgrad.wire import doorbell as doorbells, launcher_env
 from jdistgrad.wire.doorbell import Doorbell
+from jdistgrad.wire.memory import NBYTES, SharedMemory
 from jdistgrad.wire.message import Kind, Message, Parcel
-from jdistgrad.wire.shared_memory import SharedMemory
-from jdistgrad.wire.shared_pieces import NBYTES
 
 FOR_EVER = 3600.0  # of a sleep that only a ring ends; the guard of the tests ends it otherwise
 
@@ -96,13 +95,6 @@ def test_a_python_built_for_old_systems_shows_whether_it_sleeps(monkeypatch):
         rung.sleep(FOR_EVER, lambda: ringing.ring(1))
 
 
-def test_a_system_without_files_in_memory_has_doorbells(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: types.SimpleNamespace())
-    with doorbells_of(2) as (ringing, rung):
-        ringing.ring(1)
-        assert not is_silent(rung)
-
-
 def test_a_ring_after_the_last_look_counts(bells):
     bells[0].sleep(FOR_EVER, lambda: bells[1].ring(0))
 
@@ -118,19 +110,6 @@ def test_as_long_as_one_thread_sleeps_rings_are_for_it(bells):
     bells[0].sleep(FOR_EVER, lambda: True)
     bells[1].ring(0)
     assert awake.wait(60)
-
-
-def test_many_rings_are_one(bells):
-    bells[1].sleep(FOR_EVER, lambda: ring_all(bells[0], [1] * 10_000))
-    assert is_silent(bells[1])
-
-
-def test_nobody_hears_the_ring_of_another(bells):
-    awake = asleep(bells[1])
-    bells[0].ring(1)
-    assert awake.wait(60)
-    assert is_silent(bells[0])
-    assert is_silent(bells[2])
 
 
 def test_who_has_left_is_not_rung_any_more(bells):
@@ -189,14 +168,6 @@ def test_one_that_does_not_come_keeps_nobody_from_being_rung(monkeypatch):
         made[2].sleep(FOR_EVER, lambda: made[0].ring(2))
 
 
-def test_a_closed_bell_sleeps_by_the_clock(bells):
-    bells[0].close()
-    bells[0].sleep(0.001)
-    bells[0].ring(1)
-    assert not bells[0].all_ring
-    assert is_silent(bells[1])
-
-
 def test_without_sockets_sleeps_go_by_the_clock(bells, monkeypatch):
     monkeypatch.setattr(doorbells, "HIGHEST_DESCRIPTOR", -1)
     silent = Doorbell(bells[0]._memory)
@@ -235,13 +206,17 @@ def transport_of_all_ranks():
     comm.Free()
 
 
+def sleep(transport):
+    transport._doorbell.sleep(FOR_EVER, transport._something_came)
+
+
 @pytest.mark.every_rank
 @pytest.mark.skipif(not launcher_env.launched(), reason="needs ranks: every run under mpirun has it")
 def test_the_first_look_after_the_ring_finds_the_message():
     with transport_of_all_ranks() as (transport, comm, received):
         if comm.size > 1:
             transport.send((comm.rank + 1) % comm.size, Message(Kind.PING, comm.rank, comm.rank))
-            transport._sleep(FOR_EVER)
+            sleep(transport)
             transport._look()
             assert [(one.kind, one.id) for one in received] == [(Kind.PING, (comm.rank - 1) % comm.size)]
 
@@ -253,7 +228,7 @@ def test_nobody_sleeps_who_has_not_looked_for_the_end_of_what_is_being_sent():
     with transport_of_all_ranks() as (transport, comm, received):
         if comm.rank == 0 and comm.size > 1:
             transport.send(1, Message(Kind.PUSH, 0, 7, Parcel(memoryview(b""), [larger])))
-            transport._sleep(FOR_EVER)
+            sleep(transport)
         comm.Barrier()
         while transport._outgoing or (comm.rank == 1 and not received):
             transport._look()

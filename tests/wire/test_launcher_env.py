@@ -15,7 +15,7 @@ def rank(monkeypatch):
     for name in [name for name in os.environ if name.startswith(launcher_env.OF_A_JOB)]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PMI_RANK", "1")
-    monkeypatch.setenv(launcher_env.PLACE, "[null, null, null, null]")
+    monkeypatch.setenv(launcher_env.PLACE, "[null, null, null]")
     return monkeypatch
 
 
@@ -51,23 +51,6 @@ def test_a_job_that_a_rank_has_started_has_places_of_its_own(rank, another):
     for name, value in another.items():
         rank.setenv(name, value)
     assert launcher_env.place_taken_by() is None
-
-
-def test_launchers_that_name_no_job_are_told_apart_by_their_sockets(rank):
-    """MPICH's launcher gives each rank a socket, by a number that its children may have for another one."""
-    own, others = os.pipe()
-    try:
-        rank.setenv("PMI_FD", str(own))
-        taken_by_parent(rank)
-        assert launcher_env.place_taken_by() == PARENT  # a forked child, or one that was given the socket
-        rank.setenv("PMI_FD", str(others + 1000))
-        assert launcher_env.place_taken_by() == PARENT  # closed here
-    finally:
-        os.close(own)
-        os.close(others)
-    with open(os.devnull) as another:
-        rank.setenv("PMI_FD", str(another.fileno()))
-        assert launcher_env.place_taken_by() is None
 
 
 def test_a_place_does_not_go_to_what_is_started_outside_the_job(rank):

@@ -10,9 +10,9 @@ import time
 
 import pytest
 from helpers.starving import no_more_threads
+from hypothesis import given, strategies as st
 
-from jdistgrad import errors
-from jdistgrad.wire import mpi_progress
+from jdistgrad.wire import mpi_progress, polling
 from jdistgrad.wire.mpi_progress import Progress
 
 
@@ -234,11 +234,6 @@ def test_who_is_called_to_look_and_has_its_answer_calls_the_next(mailbox, waitin
     until(lambda: last[0].ident in mailbox.seen)
 
 
-def test_a_sleeper_whose_time_is_over_leaves(mailbox, waiting):
-    waiting()
-    mailbox.progress.wait_for((concurrent.futures.Future(),), 0.05)
-
-
 def test_an_interrupt_wakes_the_main_thread(mailbox, waiting):
     """The main thread sleeps while another thread looks."""
     waiting()
@@ -412,75 +407,14 @@ def test_nobody_looks_after_the_end():
     assert not future.done()
 
 
-@pytest.fixture
-def on_signal():
-    """Return a function that sets a handler of a signal, and sends that signal a moment later."""
-    previous = signal.getsignal(signal.SIGUSR2)
-
-    def set_and_send(handler):
-        signal.signal(signal.SIGUSR2, lambda *_: handler())
-        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGUSR2]).start()
-
-    yield set_and_send
-    signal.signal(signal.SIGUSR2, previous)
+@given(st.floats(polling.SPIN, 1e6), st.booleans())
+def test_a_nap_is_a_small_share_of_the_quiet_time(quiet, may_spin):
+    nap = polling.nap(quiet, may_spin=may_spin)
+    assert polling.SHORTEST <= nap <= (polling.LONGEST if may_spin else polling.LONGEST_BESIDE_OTHERS)
+    assert nap <= max(polling.SHORTEST, quiet / polling.SHARE)
 
 
-def test_a_signal_handler_waits_in_a_wait(mailbox, on_signal):
-    # Nobody else would look for its answer, if it interrupted the look itself.
-    answer, order = concurrent.futures.Future(), []
-
-    def handler():
-        mailbox.progress.wait_for([mailbox.future()], 10)
-        order.append("handler")
-        answer.set_result(None)
-
-    on_signal(handler)
-    mailbox.progress.wait_for([answer], 10)
-    assert order == ["handler"]
-    assert answer.done()
-
-
-def test_a_signal_handler_that_raises_ends_the_wait_and_nothing_else(mailbox, on_signal):
-    class TooLongError(Exception):
-        pass
-
-    def handler():
-        raise TooLongError
-
-    for _ in range(3):
-        on_signal(handler)
-        with pytest.raises(TooLongError):
-            mailbox.progress.wait_for([concurrent.futures.Future()], 10)
-        later = mailbox.future()
-        mailbox.progress.wait_for([later], 10)
-        assert later.done()
-    assert not mailbox.failures
-
-
-def test_a_wait_goes_on_after_a_signal_handler(mailbox, on_signal):
-    answer, handled = concurrent.futures.Future(), []
-    on_signal(lambda: handled.append(threading.Timer(0.1, answer.set_result, [None]).start()))
-    mailbox.progress.wait_for([answer], 10)
-    assert handled
-    assert answer.done()
-
-
-def test_a_wait_inside_a_look_is_refused_at_once(mailbox):
-    # Python may run a __del__ there. Its thread looks, so nobody would look for its answer.
-    refusals, look = [], mailbox.look
-
-    def with_del():
-        if not refusals and threading.current_thread() is threading.main_thread():
-            with pytest.raises(errors.DistgradError, match="a __del__ waits for another worker") as raised:
-                mailbox.progress.wait_for([concurrent.futures.Future()], 5)
-            refusals.append(raised.value)
-        return look()
-
-    mailbox.progress._look = with_del
-    future = concurrent.futures.Future()
-    threading.Timer(0.3, future.set_result, [None]).start()
-    mailbox.progress.wait_for([future], 10)
-    assert len(refusals) == 1
-    later = mailbox.future()
-    mailbox.progress.wait_for([later], 10)
-    assert later.done()
+def test_spinning_ends():
+    assert polling.nap(0.0, may_spin=True) == 0
+    assert polling.nap(polling.SPIN, may_spin=True) > 0
+    assert polling.nap(0.0, may_spin=False) > 0

@@ -15,12 +15,11 @@ from jdistgrad.autograd.tape.links import Place, answer, next_message
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.primitive import has_wire
 from jdistgrad.autograd.values.results import as_jax, made, strong
-from jdistgrad.rpc.by_value import OWN
-from jdistgrad.rpc.cached import Cached
-from jdistgrad.rpc.calls.events import task_served
+from jdistgrad.rpc.by_value import OWN, Cached
+from jdistgrad.rpc.calls.pending import task_served
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.array_block import ArrayBlock
+from jdistgrad.wire.arrays import ArrayBlock
 
 KEPT = 64  # compiled forms per bundle; compiling does not pay if the functions change every time
 

@@ -25,7 +25,7 @@ from jdistgrad.rpc.references.claims import Claim
 from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.rref import by_reference
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.array_block import ArrayBlock
+from jdistgrad.wire.arrays import ArrayBlock
 from jdistgrad.wire.ids import as_token, from_token
 
 Task = tuple[Any, tuple[Any, ...]]  # a function and its arguments

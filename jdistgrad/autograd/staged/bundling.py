@@ -26,7 +26,7 @@ from jdistgrad.autograd.tape.tape import current_tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Operand
 from jdistgrad.autograd.values.primitive import Started
 from jdistgrad.autograd.values.results import Uniform
-from jdistgrad.rpc.cached import Cached, from_cache
+from jdistgrad.rpc.by_value import Cached, from_cache
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import current_worker

@@ -12,7 +12,7 @@ import numpy as np
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.errors import LeafError
 from jdistgrad.rpc.traced_hook import staging
-from jdistgrad.wire.buffers import BufferPool
+from jdistgrad.wire.memory import BufferPool
 
 WARM_FROM = 1 << 20  # bytes
 NUMBERS = (bool, int, float, complex)

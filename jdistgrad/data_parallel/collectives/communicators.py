@@ -167,7 +167,7 @@ class MPIPost:
         self._making, self._sending = threading.Lock(), threading.Lock()
 
     def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None:
-        from jdistgrad.wire.mpi_pieces import chunks
+        from jdistgrad.wire.mpi_process import chunks
 
         octets = bytes_of(np.array(x))  # of a copy: nobody waits until it has gone
         try:
@@ -207,7 +207,7 @@ class Box:
         """Return whether the words of a letter have come; then receive its bytes."""
         from mpi4py import MPI as mpi  # noqa: N811
 
-        from jdistgrad.wire.mpi_pieces import chunks
+        from jdistgrad.wire.mpi_process import chunks
 
         if self._requests is not None:
             return True

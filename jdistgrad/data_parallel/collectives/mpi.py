@@ -252,14 +252,14 @@ class MPI(HostCollectives):
             comm.Free()
 
     def gather_objects(self, value: Any) -> list[Any]:
-        from jdistgrad.wire import mpi_pieces
+        from jdistgrad.wire import mpi_process
 
         try:
             pieces = in_pieces(value)
         except Exception as error:  # the others wait for something in any case: an empty pickle, and the reason
             pieces = [b"", in_short(error).encode()]
         with self._together("a gather of objects"):
-            found = mpi_pieces.allgather(self.comm, OBJECTS_TAG, pieces)
+            found = mpi_process.allgather(self.comm, OBJECTS_TAG, pieces)
         for rank, (stream, *rest) in enumerate(found):
             if not stream:
                 why = str(rest[0], "utf8")

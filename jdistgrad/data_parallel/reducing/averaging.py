@@ -20,7 +20,7 @@ from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.hooks import base as hooks
 from jdistgrad.errors import LeafError
 from jdistgrad.wire import pinned
-from jdistgrad.wire.buffers import BufferPool
+from jdistgrad.wire.memory import BufferPool
 
 HUGE_PAGE = 2 << 20  # bytes
 

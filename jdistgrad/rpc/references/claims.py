@@ -14,6 +14,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import pickle
 import threading
 import weakref
 from collections.abc import Iterator
@@ -24,7 +25,6 @@ import numpy as np
 from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import EncodingError, StaleReferenceError
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.wire import plain
 from jdistgrad.wire.message import Parcel
 
 T = TypeVar("T")
@@ -227,7 +227,7 @@ class Shipment:
             claim.add(weight)
 
     def attachment(self) -> bytes:
-        return plain.pack([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
+        return pickle.dumps([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
 
 
 def ship(claim: Claim) -> int:
@@ -281,4 +281,4 @@ def gifts_in(parcel: Parcel) -> list[Gift]:
     """Return the weight that a message carries."""
     if not parcel.attached:
         return []
-    return [(one, owner, Weight(units, scale)) for one, owner, units, scale in plain.unpack(parcel.attached)]
+    return [(one, owner, Weight(units, scale)) for one, owner, units, scale in pickle.loads(parcel.attached)]

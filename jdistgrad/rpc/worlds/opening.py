@@ -100,12 +100,11 @@ def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) 
 
 def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bool, survive: bool) -> Worker:
     from jdistgrad.rpc.worlds import mpi_exit
-    from jdistgrad.wire import mpi_failures, mpi_rendezvous
+    from jdistgrad.wire import mpi_failures, mpi_process
     from jdistgrad.wire.doorbell import Doorbell
+    from jdistgrad.wire.memory import NBYTES, SharedMemory
     from jdistgrad.wire.mpi import MPITransport
     from jdistgrad.wire.mpi_process import abort_job
-    from jdistgrad.wire.shared_memory import SharedMemory
-    from jdistgrad.wire.shared_pieces import NBYTES
 
     with contextlib.ExitStack() as if_failed:
         memory = SharedMemory(NBYTES)
@@ -114,7 +113,7 @@ def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bo
         if_failed.callback(doorbell.close)
         hello = dataclasses.replace(hello, memory=memory.address, doorbell=doorbell.address)
         hellos, workers = _meet(comm, hello, timeout, with_devices=with_devices)
-        own = mpi_rendezvous.duplicate(comm, timeout)
+        own = mpi_process.duplicate(comm, timeout)
         failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
         memory.meet([one.memory for one in hellos])
         doorbell.meet([one.doorbell for one in hellos])
@@ -128,14 +127,14 @@ def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bo
 def _meet(comm: Any, hello: Hello, timeout: float, *, with_devices: bool) -> tuple[list[Hello], Directory]:
     """Exchange the hellos of all ranks, see that the ranks fit together, and do what they must do together."""
     from jdistgrad.rpc.worlds import jax_processes
-    from jdistgrad.wire import mpi_rendezvous
+    from jdistgrad.wire import mpi_process
     from jdistgrad.wire.mpi import free_left
 
     with contextlib.ExitStack() as until_started:
         if with_devices:
             port = until_started.enter_context(contextlib.closing(jax_processes.Port())) if comm.rank == 0 else None
             hello = dataclasses.replace(hello, devices=dataclasses.astuple(jax_processes.offer(port)))
-        said = mpi_rendezvous.gather(comm, dataclasses.astuple(hello), timeout)
+        said = mpi_process.gather(comm, dataclasses.astuple(hello), timeout)
         directory.check_facts([facts for _, _, facts, *_ in said])  # first: another version's hellos have other fields
         hellos = [Hello(*one) for one in said]
         free_left([one.left for one in hellos])
@@ -143,7 +142,7 @@ def _meet(comm: Any, hello: Hello, timeout: float, *, with_devices: bool) -> tup
         found = agree(hellos)
         if with_devices:
             offers = [jax_processes.Offer(*one.devices) for one in hellos]
-            jax_processes.start(offers, comm.rank, timeout, lambda one: mpi_rendezvous.gather(comm, one, timeout))
+            jax_processes.start(offers, comm.rank, timeout, lambda one: mpi_process.gather(comm, one, timeout))
     return hellos, found
 
 

@@ -20,13 +20,11 @@ from typing import IO
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.members.watchdog import MeetingByCalls, Participation
-from jdistgrad.rpc.places import where
+from jdistgrad.rpc.members.watchdog import MeetingByCalls, Participation, where
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.threads import started
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
-from jdistgrad.wire.interrupts import handle_signals
 
 ASKED = "asked"
 END = "end of rank"  # of what a process writes
@@ -60,7 +58,6 @@ def start_if_asked() -> None:
                 f"init: JDISTGRAD_DEBUG=1, but {folder} cannot be written: {error}. Choose another folder: "
                 "JDISTGRAD_DEBUG_DIR."
             ) from error
-        handle_signals()  # now: done later, it would take the place of faulthandler's
         handled = signal.getsignal(signal.SIGUSR1) not in (signal.SIG_DFL, signal.SIG_IGN)
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=handled)
         started(_serve, "jdistgrad-stacks", file, folder / ASKED)

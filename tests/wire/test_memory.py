@@ -1,4 +1,4 @@
-"""Pieces in shared memory: found where they were put, kept while any array uses them, and no longer."""
+"""Memory of large pieces: found where they were put, kept while any array uses it, and no longer."""
 
 import contextlib
 import gc
@@ -10,16 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.interruptions import Sends
 from helpers.worlds import last, needs_pickling, on_worker0, wait_until_owned, wire_world as wire_world
 from hypothesis import given, strategies as st
 
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.threads import started
-from jdistgrad.wire import frames
-from jdistgrad.wire.shared_memory import SharedMemory
-from jdistgrad.wire.shared_pieces import GRAIN, GRAINS, MARKS, NBYTES, FreeSpace, SharedPieces
+from jdistgrad.wire.memory import GRAIN, GRAINS, NBYTES, BufferPool, FreeSpace, SharedMemory, SharedPieces, size_class
 
 EVERYTHING = (GRAINS - 1) * GRAIN
 LARGE = 3 * GRAIN + 5
@@ -113,44 +109,10 @@ def test_what_has_no_room_is_not_put(ranks):
 
 def test_nothing_is_put_for_a_rank_that_cannot_find_it(ranks):
     assert ranks[0].put(3, piece_of(1)) == 0
-    with pytest.raises(OSError, match="rank 3 is out of reach"):
-        ranks[0].found(3, 1, LARGE)
-    with pytest.raises(OSError, match="rank 1 is out of reach"):
-        ranks[0].found(1, GRAINS - 1, GRAIN + 1)
     with contextlib.closing(SharedMemory(NBYTES)) as memory:
         memory.meet([memory.address])
         assert SharedPieces(memory, 0).put(1, piece_of(1)) == 0
     assert SharedPieces(memory, 0).put(0, piece_of(1)) == 0
-
-
-def test_a_mark_at_no_place_gives_nothing_back(ranks):
-    place, piece = send(ranks, 0, 1, 7)
-    ranks[0]._memory.own[MARKS + place + 1] = 1
-    _, other = send(ranks, 0, 1, 8, GRAIN)
-    assert (piece == 7).all()
-    assert (other == 8).all()
-
-
-def test_garbage_that_sends_while_its_thread_looks_for_room_does_not_wait_for_that_thread(ranks):
-    places, before = [], gc.get_threshold()
-
-    def put():
-        places.append(ranks[0].put(1, piece_of(7, GRAIN)))
-
-    def put_often():
-        for allocations in range(1, 40):
-            gc.collect(0)
-            Sends(put)
-            gc.set_threshold(allocations)
-            put()
-            gc.set_threshold(0)
-
-    thread = started(put_often, "looks-for-room")
-    thread.join(20)
-    gc.set_threshold(*before)
-    assert not thread.is_alive()
-    assert 0 in places
-    assert sorted(filter(None, places)) == list(range(1, len(places) - places.count(0) + 1))
 
 
 def test_who_closes_leaves_the_others_what_they_hold(ranks):
@@ -222,31 +184,49 @@ def test_one_message_may_hold_pieces_of_both_kinds(wire_world):
     ]
 
 
-@needs_pickling
-@on_worker0
-def test_a_place_out_of_reach_fails_its_call(wire_world, monkeypatch):
-    pack = frames.pack
-    with monkeypatch.context() as patched:
-        patched.setattr(frames, "pack", lambda *message: pack(*message[:4], lambda piece: GRAINS))
-        call = jd.rpc_async(last(), operator.neg, args=(jnp.ones(LARGE),))
-    with pytest.raises(jd.WireError, match=f"{4 * LARGE} bytes arrived, for which there is no memory: .* out of reach"):
-        call.result(20)
-    assert (jd.rpc_sync(last(), operator.neg, args=(jnp.ones(LARGE),)) == -1).all()
+def test_a_returned_block_is_used_again():
+    pool = BufferPool()
+    lease = pool.lease(100_000)
+    address = lease.ctypes.data
+    del lease
+    assert pool.lease(100_000).ctypes.data == address
 
 
-@needs_pickling
-@on_worker0
-def test_a_message_that_fails_gives_the_places_of_its_other_pieces_back(wire_world, monkeypatch):
-    pack, x, before = frames.pack, np.ones(LARGE), places_taken()
+def test_a_view_keeps_its_block():
+    pool = BufferPool()
+    lease = pool.lease(100_000)
+    view = lease.view(np.float32)[10:20].reshape(2, 5)
+    view[:] = 7
+    address = lease.ctypes.data
+    del lease
+    other = pool.lease(100_000)
+    assert other.ctypes.data != address
+    other[:] = 0
+    assert (view == 7).all()
 
-    def first_out_of_reach(*message):
-        places = iter([GRAINS])
-        return pack(*message[:4], lambda piece: next(places, 0) or message[4](piece))
 
-    with monkeypatch.context() as patched:
-        patched.setattr(frames, "pack", first_out_of_reach)
-        call = jd.rpc_async(last(), max, args=((x, x + 1),))
-    with pytest.raises(jd.WireError, match="out of reach"):
-        call.result(20)
-    jd.rpc_sync(last(), len, args=(x,))
-    assert places_taken() <= before + 1
+def test_a_jax_array_that_aliases_keeps_its_block():
+    pool = BufferPool()
+    lease = pool.lease(400_000)
+    lease.view(np.float32)[:] = 3
+    array = jax.device_put(lease.view(np.float32))
+    assert array.unsafe_buffer_pointer() == lease.ctypes.data
+    del lease
+    for _ in range(3):
+        pool.lease(400_000)[:] = 0
+    assert (np.asarray(array) == 3).all()
+    del array
+    gc.collect()  # JAX releases host memory at the next call of JAX, or in a garbage collection
+    assert pool.idle_bytes >= 2 * size_class(400_000)
+
+
+def test_no_more_than_the_limit_stays_warm():
+    pool = BufferPool(idle_limit=300_000)
+    leases = [pool.lease(100_000) for _ in range(5)]
+    del leases
+    assert pool.idle_bytes <= 300_000
+
+
+@given(st.integers(1, 1 << 40))
+def test_size_classes_waste_little(nbytes):
+    assert nbytes <= size_class(nbytes) <= max(nbytes * 1.15, nbytes + (1 << 16))

@@ -1,0 +1,243 @@
+"""Memory for large pieces of messages: shared by the ranks of a machine, or leased to receive what MPI sends.
+
+Each rank has shared memory of its own, which the others can read and write. The sender copies a piece into its own
+memory and names the place in the message; the receiver uses the piece there. MPI without the kernel's help, as in most
+containers, copies twice, and both ranks must take part at once. When the last array that uses the piece is gone, the
+receiver sets a mark in the sender's memory. The sender takes the place back before it looks for room the next time. If
+there is no room, MPI carries the piece.
+
+The places of a rank that is lost are never used again: it may only stand still, and mark them later.
+"""
+
+import bisect
+import collections
+import contextlib
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+CLOSED_IN_PROGRAMS = 1  # MFD_CLOEXEC
+
+# A rank's shared memory consists of grains. The first one holds the sign of the doorbell, a mark for each grain, and
+# one for each rank; the others hold pieces.
+GRAIN = 1 << 16
+GRAINS = 1 << 12
+NBYTES = GRAIN * GRAINS
+MARKS = 1 << 12
+REACHED_BY = MARKS + GRAINS
+RANKS = GRAIN - REACHED_BY
+RETURNED = b"\1"
+
+IDLE_LIMIT = 1 << 30  # bytes of leased memory that are kept for reuse
+
+
+class SharedMemory:
+    """The shared memory of this process in one world, and that of the other ranks.
+
+    It is a file without a name, which lies in memory and ends with the processes that have it open, however they end.
+    Its pages take no memory before they are written to. Where a rank's memory is out of reach, on another machine or in
+    another container, the others do without.
+
+    Attributes:
+      address: what other processes of this machine need to find this memory; empty if there is none.
+      own: this memory, or None.
+      others: by rank, the memory of each rank that is within reach; None for the others.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.address = ""
+        self.own: mmap.mmap | None = None
+        self.others = list[mmap.mmap | None]()
+        self._file = -1
+        if sys.platform == "linux":
+            name = f"jdistgrad-{uuid.uuid4().hex}"  # nobody on another machine has the same
+            try:
+                # Python has the function too, but not if it was built for old systems, like those of conda.
+                self._file = ctypes.CDLL(None).memfd_create(name.encode(), CLOSED_IN_PROGRAMS)
+                os.ftruncate(self._file, nbytes)
+                self.own = mmap.mmap(self._file, nbytes)
+                self.address = f"{name} /proc/{os.getpid()}/fd/{self._file}"
+            except (OSError, AttributeError):  # memory is refused, or the system has no such files
+                self._close_file()
+
+    def meet(self, addresses: Sequence[str]) -> None:
+        """Take note of the addresses of all ranks, and open the memory of those within reach."""
+        own = self.own  # who has no memory uses that of nobody else
+        self.others = [own if own is None or one == self.address else _opened(one) for one in addresses]
+
+    def lose(self, rank: int) -> None:
+        """Forget the memory of a rank that has left or died. What is in use there stays."""
+        if self.others:
+            self.others[rank] = None
+
+    def close(self) -> None:
+        """Give the memory back as soon as nothing uses it."""
+        self.own = None
+        self.others = [None] * len(self.others)
+        self._close_file()
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            os.close(file)
+
+
+def _opened(address: str) -> mmap.mmap | None:
+    name, _, path = address.partition(" ")
+    try:
+        if not os.readlink(path).startswith(f"/memfd:{name}"):  # another process has this number here
+            return None
+        with open(path, "r+b") as file:
+            return mmap.mmap(file.fileno(), 0)
+    except (OSError, ValueError):
+        return None
+
+
+def empty(memory: mmap.mmap, start: int, nbytes: int) -> None:
+    """Give the pages of a part of some memory back to the system, for all who share them."""
+    with contextlib.suppress(OSError):  # a kernel that cannot: they end with the memory
+        memory.madvise(mmap.MADV_REMOVE, start, nbytes)
+
+
+class FreeSpace:
+    """The free ranges between two numbers. The lowest range that is long enough is taken first."""
+
+    def __init__(self, start: int, end: int):
+        self.ranges = [(start, end)]
+
+    def take(self, length: int) -> int | None:
+        """Take a range; return its start, or None if no free range is as long."""
+        for k, (start, end) in enumerate(self.ranges):
+            if end - start >= length:
+                self.ranges[k : k + 1] = [(start + length, end)] if end - start > length else []
+                return start
+        return None
+
+    def give_back(self, start: int, length: int) -> None:
+        """Give back a range that was taken; free ranges beside it become one with it."""
+        end = start + length
+        first = last = bisect.bisect(self.ranges, (start, end))
+        if first and self.ranges[first - 1][1] == start:
+            first -= 1
+            start = self.ranges[first][0]
+        if last < len(self.ranges) and self.ranges[last][0] == end:
+            end = self.ranges[last][1]
+            last += 1
+        self.ranges[first:last] = [(start, end)]
+
+
+class SharedPieces:
+    """The pieces that this rank has put in its memory, and those that it finds in the memory of others."""
+
+    def __init__(self, memory: SharedMemory, rank: int):
+        self._memory, self._space, self._taking = memory, FreeSpace(1, GRAINS), threading.Lock()
+        self._grains = dict[int, int]()  # by place, how many grains it has
+        self._closed = False
+        for other in memory.others:
+            if other is not None and rank < RANKS:
+                other[REACHED_BY + rank] = 1
+
+    def put(self, peer: int, piece: memoryview) -> int:
+        """Copy a piece to where the peer finds it; return the place. It is 0 if there is none."""
+        own = self._memory.own
+        if own is None or peer >= RANKS or not own[REACHED_BY + peer]:
+            return 0
+        grains = -(-piece.nbytes // GRAIN)
+        with self._taking:
+            self._take_back(own)
+            place = self._space.take(grains)
+            if place is None:
+                return 0
+            self._grains[place] = grains
+        np.frombuffer(own, np.uint8, piece.nbytes, place * GRAIN)[:] = np.frombuffer(piece, np.uint8)
+        return place
+
+    def _take_back(self, own: mmap.mmap) -> None:
+        marks = own[MARKS : MARKS + GRAINS]
+        place = marks.find(RETURNED)
+        while place >= 0:
+            own[MARKS + place] = 0
+            self._space.give_back(place, self._grains.pop(place))
+            place = marks.find(RETURNED, place + 1)
+
+    def found(self, peer: int, place: int, nbytes: int) -> np.ndarray:
+        """Return a piece that a peer has put in its memory."""
+        memory = self._memory.others[peer]
+        assert memory is not None, f"the memory of rank {peer} is out of reach"
+        piece = np.frombuffer(memory, np.uint8, nbytes, place * GRAIN)
+        weakref.finalize(piece, self._give_back, memory, place, nbytes, os.getpid()).atexit = False
+        return piece
+
+    def _give_back(self, memory: mmap.mmap, place: int, nbytes: int, process: int) -> None:
+        if process == os.getpid():  # what a fork gives back is still its parent's
+            if self._closed:
+                empty(memory, place * GRAIN, nbytes)
+            memory[MARKS + place] = RETURNED[0]
+
+    def close(self) -> None:
+        """Let the memory take no more room than the pieces in use, which others may keep for as long as they like."""
+        self._closed, own = True, self._memory.own
+        if own is not None:
+            with self._taking:
+                self._take_back(own)
+                for start, end in self._space.ranges:
+                    empty(own, start * GRAIN, (end - start) * GRAIN)
+
+
+def size_class(nbytes: int) -> int:
+    """Round up to an eighth of the next lower power of two, so that similar sizes share their blocks."""
+    step = max(GRAIN, 1 << max(0, nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step
+
+
+class BufferPool:
+    """A pool that leases page-aligned memory to receive into, and keeps up to ``idle_limit`` returned bytes for reuse.
+
+    A fresh buffer of 64 MiB costs more in page faults than the copy into it. A lease is a plain ``uint8`` array; when
+    the last view of the lease dies, on any thread, its memory returns to the pool. JAX arrays that alias it count as
+    views.
+    """
+
+    def __init__(self, idle_limit: int = IDLE_LIMIT):
+        self._idle_limit = idle_limit
+        self._idle: dict[int, list[mmap.mmap]] = {}
+        self._idle_bytes = 0
+        # Finalizers run in any thread at any moment, even inside this class: they may only append here.
+        self._returned: collections.deque[mmap.mmap] = collections.deque()
+
+    def lease(self, nbytes: int) -> np.ndarray:
+        """Return a writable array of ``nbytes`` bytes. Only one thread may lease."""
+        self._take_back()
+        size = size_class(nbytes)
+        free = self._idle.get(size)
+        if free:
+            self._idle_bytes -= size
+            block = free.pop()
+        else:
+            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # huge pages need a private one
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                with contextlib.suppress(OSError):  # a kernel without huge pages
+                    block.madvise(mmap.MADV_HUGEPAGE)
+        lease = np.frombuffer(block, np.uint8)[:nbytes]
+        # NumPy collapses chains of views down to the array directly on the mmap, so that array lives longest.
+        weakref.finalize(lease.base, self._returned.append, block).atexit = False
+        return lease
+
+    @property
+    def idle_bytes(self) -> int:
+        self._take_back()
+        return self._idle_bytes
+
+    def _take_back(self) -> None:
+        while self._returned:
+            block = self._returned.popleft()
+            if self._idle_bytes + len(block) <= self._idle_limit:
+                self._idle_bytes += len(block)
+                self._idle.setdefault(len(block), []).append(block)
