@@ -74,8 +74,9 @@ class DistributedOptimizer(Corrected):
             tx = with_extra_arguments(tx)
         if settings or not isinstance(tx, optax.GradientTransformation):
             needed = "DistributedOptimizer needs an optax transformation with its settings, like optax.adam(1e-3)"
-            given = f"it has no setting {next(iter(settings))!r}" if settings else f"not {tx!r:.60}"
-            raise TypeError(f"{needed}; {given}")
+            given = ", ".join(map(repr, settings.values())) or "..."
+            made = f"the function that makes one: {getattr(tx, '__name__', tx)}({given})"
+            raise TypeError(f"{needed}, not {made if callable(tx) else f'{tx!r:.60}, {given}'}")
         self._rrefs = _checked(rrefs)
         if max_global_norm is not None and not max_global_norm > 0:
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
@@ -258,7 +259,8 @@ def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
             own = isinstance(getattr(rref, "parameters", None), RRef)
             remedy = "pass its parameters, module.parameters"
             if not own:
-                remedy = "wrap it, RRef(value); or, if it was one where this call was made, send by_reference(it)"
+                sent = "if it was a reference where this call was made, send jd.by_reference of it"
+                remedy = f"wrap it, RRef(value); or, {sent}"
             raise TypeError(f"DistributedOptimizer optimizes RRefs, not {type(rref).__name__}: {remedy}")
     if not found or len(set(found)) < len(found):
         raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")
