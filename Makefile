@@ -11,18 +11,17 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo test test-all test-worlds test-jobs test-examples test-install test-unruly test-machines torture faults \
+.PHONY: demo quick test test-all test-worlds test-jobs test-examples test-install test-unruly test-machines torture faults \
 	lint bench bench-gpu docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
 
-# What each change must pass: every test once, those of worlds on three ranks, and again elsewhere what depends on that.
+# What each change must pass: every test once, in a world of threads, and on three ranks what depends on that.
 # `make test-all`: every test in every world, and those that are marked as long.
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
-# Three suites at a time, since jobs often wait, each printed when it is done; the longest first, but of all of them three
-# ranks when worlds of threads have compiled most of what both run.
-SUITES := test-jobs test-worlds test-mpi-3 test-examples test-mpi-2 test-devices-3 test-install docs
+# Three suites at a time, since jobs often wait, each printed when it is done; the longest first.
+SUITES := test-jobs test-worlds test-mpi-3 test-examples test-devices-3 test-install docs
 test test-all: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=3 --output-sync=target $(SUITES)
 test-all: SUITES := test-worlds test-jobs test-examples test-devices-3 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-1 \
@@ -36,6 +35,13 @@ OF_NUMBERS := tests/pipeline tests/optim/test_sharding.py \
 	tests/rpc/test_references.py tests/rpc/test_reference_arguments.py tests/rpc/test_rpc_all.py tests/rpc/test_mapping.py
 # What depends on the kind of collectives.
 OF_COLLECTIVES := tests/data_parallel/test_collectives.py tests/data_parallel/test_exchanges.py tests/optim/test_sharding.py
+
+# What a transport and the collectives of processes must do: all else runs once, in worlds of threads, where no message is
+# pickled. `make test-all` runs everything on ranks too.
+OF_STEPS := $(if $(EVERYWHERE),tests/data_parallel, \
+	tests/data_parallel/test_steps.py tests/data_parallel/test_training.py $(OF_COLLECTIVES))
+CONFORMANCE := $(sort tests/rpc tests/wire $(filter-out tests/rpc/%,$(OF_NUMBERS)) $(OF_STEPS) \
+	tests/autograd/test_reference_gradients.py tests/modules tests/saving)
 
 # Ranks, jobs and suites compile the same programs: the first to come compiles each, the others read it.
 test-% faults: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/compiled
@@ -65,12 +71,20 @@ test-mpi-3: export JAX_NUM_CPU_DEVICES := 8
 USERS_PATH := $(PYTHONPATH)
 $(QUICK): export PYTHONPATH = $(CURDIR)/tests/startup$(addprefix :,$(USERS_PATH))
 
-# Worlds of threads hand objects over, and have collectives of their own: what depends on that, unless EVERYWHERE.
-OF_THREADS := tests/rpc tests/wire $(filter-out tests/rpc/%,$(OF_NUMBERS) $(OF_COLLECTIVES))
+SHORT := $(if $(EVERYWHERE),,-m "not long")
 test-worlds: .venv/installed-test
 	@mkdir -p build
-	$(BIN)/python -m pytest $(if $(EVERYWHERE),,-m "not long" $(addprefix --worlds-of ,$(OF_THREADS))) \
-		--ignore tests/jobs --ignore tests/cli --ignore tests/installing --basetemp build/files-of-worlds
+	$(BIN)/python -m pytest $(SHORT) --ignore tests/jobs --ignore tests/cli --ignore tests/installing \
+		--basetemp build/files-of-worlds
+
+# What needs no world and compiles nothing, or little: plans, tables and state machines, a minute at most.
+OF_NO_WORLD := $(wildcard $(addprefix tests/,autograd/test_ledger.py autograd/staged/test_bundling.py \
+	autograd/test_pullback_table.py data_parallel/test_planning.py data_parallel/test_rank_devices.py \
+	data_parallel/test_static_parts.py observe/test_chrome.py pipeline/test_schedules.py pipeline/test_reports.py \
+	$(addprefix rpc/test_,accounts.py claims.py codec.py directory.py fingerprints.py likeness.py owned.py peers.py \
+	pending.py scopes.py termination.py) wire))
+quick: .venv/installed-test
+	$(BIN)/python -m pytest -q $(OF_NO_WORLD)
 
 test-install: .venv/installed-test
 	@mkdir -p build
@@ -87,13 +101,12 @@ test-jobs: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest tests/jobs $(addprefix --ignore ,$(SHOWN)) --basetemp build/files-of-jobs
 
-# One and three ranks run everything.
+# One rank runs everything, and three do for `make test-all`.
 OF_RANKS := --ignore tests/jobs --ignore tests/cli --ignore tests/installing
-OF_STEPS := $(if $(EVERYWHERE),tests/data_parallel, \
-	tests/data_parallel/test_steps.py tests/data_parallel/test_training.py $(OF_COLLECTIVES))
+test-mpi-3: OF_RANKS := $(if $(EVERYWHERE),$(OF_RANKS),$(CONFORMANCE))
 test-mpi-2 test-mpi-4: OF_RANKS := $(sort $(OF_STEPS) $(OF_NUMBERS))
 test-mpi-%: .venv/installed-test
-	$(RUN) -n $* -m pytest $(OF_RANKS)
+	$(RUN) -n $* -m pytest $(SHORT) $(OF_RANKS)
 
 # Calls and gradients over transports that deliver some messages late, drawn from SEED.
 OVER_UNRULY := tests/rpc tests/autograd tests/pipeline

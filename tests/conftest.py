@@ -6,7 +6,6 @@ jdistgrad run -n 3 -m pytest      # the ranks of the job; every rank runs every 
 
 import gc
 import itertools
-import pathlib
 import signal
 import textwrap
 
@@ -37,15 +36,6 @@ def pytest_addoption(parser):
         help="deliver some messages of every world late, drawn from a seed",
     )
 
-    parser.addoption(
-        "--worlds-of",
-        action="append",
-        type=pathlib.Path,
-        metavar="PATH",
-        help="of the tests that ask for a world run those under this path only, which may be given several times: a "
-        "run on three ranks has them all",
-    )
-
 
 def pytest_sessionstart(session):
     """Set the world sizes of tests that have no ``world`` marker."""
@@ -69,8 +59,7 @@ def pytest_collection_modifyitems(config, items):
     """Deselect tests that other runs have.
 
     Under mpirun: tests that need no ranks, and, unless there are 3 ranks, tests of exactly 3 workers. Where
-    gradients stay on devices: tests of what happens in host memory; else tests of what happens over devices. With
-    ``--worlds-of``: tests that ask for a world and are elsewhere.
+    gradients stay on devices: tests of what happens in host memory; else tests of what happens over devices.
     """
     elsewhere = {"devices": ["host_memory"], "mpi-on-device": ["host_memory", "over_devices"]}
     markers = elsewhere.get(settings.collectives, ["over_devices"])
@@ -80,10 +69,6 @@ def pytest_collection_modifyitems(config, items):
         left_out |= {
             item for item in items if not needs_ranks(item) or ("big_world" in item.fixturenames and not three)
         }
-    of = config.getoption("worlds_of")
-    if of is not None:
-        paths = [config.invocation_params.dir / path for path in of]
-        left_out |= {item for item in items if needs_ranks(item) and not any(map(item.path.is_relative_to, paths))}
     config.hook.pytest_deselected(items=list(left_out))
     items[:] = [item for item in items if item not in left_out]
 
