@@ -173,7 +173,7 @@ class Arrival:
             return {me: self._said}
         while True:
             others = _living() if self._workers is None else self._workers
-            shows = current_worker().watchdog.shows(self._what, others, spares_shutdown=self._workers is None)
+            shows = current_worker().watchdog.shows(self._what, others)
             try:
                 with shows if shown else contextlib.nullcontext():
                     return self._call().result()
