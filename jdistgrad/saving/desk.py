@@ -159,7 +159,7 @@ def meet(
     while True:
         at, others = _living()[0], _living() if workers is None else workers
         try:
-            with me.watchdog.shows(what, others, spares_shutdown=workers is None):
+            with me.watchdog.shows(what, others):
                 call = what, me.rank, workers, said, seconds, mine, of_all
                 found: Said = me.rpc_async(at, _arrived, call, {}, seconds + SLACK).result()
                 return found

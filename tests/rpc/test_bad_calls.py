@@ -11,13 +11,11 @@ from helpers.worlds import last, needs_pickling, on_worker0, still_works, wire_w
 import jdistgrad as jd
 
 
-@pytest.mark.parametrize(
-    ("to", "message"), [("nobody", "no worker 'nobody' in this world. It has worker0"), (99, "no worker 99")]
-)
+@pytest.mark.parametrize("to", ["nobody", 99])
 @on_worker0
-def test_unknown_worker(world, to, message):
+def test_unknown_worker(world, to):
     for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
-        with pytest.raises(jd.UnknownWorkerError, match=message):
+        with pytest.raises(jd.UnknownWorkerError):
             call(to, operator.add, args=(1, 2))
     still_works()
 
@@ -82,7 +80,7 @@ def test_what_turns_out_to_be_async_is_refused(world, function):
 def test_a_function_the_other_side_does_not_have(wire_world):
     global only_here
     only_here = make_only_here()
-    with pytest.raises(jd.FunctionError, match=r"only_here.*same version of every module") as caught:
+    with pytest.raises(jd.FunctionError) as caught:
         jd.rpc_sync(last(), only_here)
     assert f"On worker{last()}" in caught.value.__notes__[0]
     still_works()

@@ -191,7 +191,7 @@ def test_a_function_that_the_other_side_has_not_defined_yet(monkeypatch):
     codec = PickleCodec()
     sent = codec.encode(another, snapshot=True)
     monkeypatch.delitem(globals(), "another")
-    with pytest.raises(jd.FunctionError, match=r"another.* above jd.init\(\)"):
+    with pytest.raises(jd.FunctionError):
         codec.decode(sent)
 
 

@@ -64,7 +64,7 @@ class Model(eqx.Module):
 @on_every_worker
 def test_modules_of_equinox(world, rank, size):
     dp = jd.DataParallel()
-    with pytest.raises(jd.LeafError, match=r"eqx\.partition\(model, eqx\.is_inexact_array\)"):
+    with pytest.raises(jd.LeafError):
         dp.average(Model(jnp.ones(3), True))
     with pytest.raises(TypeError, match=r"Model is none.*jd\.RemoteFunction\(worker, init, apply\)"):
         jd.RemoteModule(0, Model)

@@ -51,7 +51,7 @@ def test_spawn_raises_what_a_main_raised_and_nobody_hangs():
 
 
 def test_spawn_notices_a_missing_shutdown():
-    with pytest.raises(jd.WorldError, match=r"main of rank \d returned without shutdown\(\)"):
+    with pytest.raises(jd.WorldError):
         jd.spawn(jd.init, 2)
 
 

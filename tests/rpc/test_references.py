@@ -96,5 +96,5 @@ def test_equality_hash_and_copies(world):
 
 @on_worker0
 def test_pickling_by_oneself_is_refused(world):
-    with pytest.raises(jd.EncodingError, match=r"inside a call.*to_here"):
+    with pytest.raises(jd.EncodingError):
         pickle.dumps(jd.RRef(1))

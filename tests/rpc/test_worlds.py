@@ -119,7 +119,7 @@ def test_an_impatient_shutdown_fails_calls_on_both_sides(big_world):
         if me.rank == 0:
             future = jd.rpc_async(1, nap, args=(0.5,))
             jd.shutdown(graceful=False)
-            with pytest.raises(jd.WorldClosedError, match=r"nap on worker1 .* the world was shut down meanwhile"):
+            with pytest.raises(jd.WorldClosedError):
                 future.result(5)
         else:
             time.sleep(0.3)

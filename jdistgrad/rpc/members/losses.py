@@ -19,7 +19,6 @@ from jdistgrad.rpc.calls.caller import ON_LOST, Callbacks
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.peers import Peers
-from jdistgrad.rpc.references.accounts import Settling
 from jdistgrad.rpc.references.table import References, Releasing
 from jdistgrad.rpc.scopes import Scope, ScopeTable
 from jdistgrad.wire.ids import spell, worker_of
@@ -49,8 +48,8 @@ class Losses:
     ):
         self._mailbox, self._running, self._peers, self._references = mailbox, callbacks, peers, references
         self._releasing, self._scopes = releasing, scopes
-        self._settling = Settling(mailbox.rank, mailbox.size)
         self._lost: dict[int, WorkerInfo] = {}
+        self._settled: set[tuple[int, int]] = set()  # settlements that have come: survivor and lost worker
         self.busy = False
         self._asked: list[tuple[int, int, int]] = []  # lost worker, owner that asks to settle, what to forget before
         self._callbacks: list[Callback] = []
@@ -74,7 +73,7 @@ class Losses:
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker from freeing values."""
-        return {survivor for survivor, _ in self._settling.open()} if self.busy else set()
+        return {survivor for survivor, _ in self._open_settlements()} if self.busy else set()
 
     def lose(self, info: WorkerInfo) -> None:
         """Take note that a worker is lost; what takes time runs on another thread."""
@@ -99,7 +98,6 @@ class Losses:
 
     def _settle(self, lost: int) -> None:
         mailbox, why, self.busy = self._mailbox, self._peers.reasons[lost], True
-        self._settling.lose(lost)
         self._tell(lost, Message(Kind.LOST, mailbox.rank, lost, (why, 0, False)))  # it may only stand still
         mailbox.transport.lose(lost)
         error = errors.WorkerLostError(f"the value was not made: {self._peers.lost[lost]}", worker=self._lost[lost])
@@ -139,11 +137,17 @@ class Losses:
     def settled(self, message: Message) -> None:
         with self._lock:
             self._references.settled(message.source, message.body)
-            self._settling.settled(message.source, message.id)
+            self._settled.add((message.source, message.id))
             self._end_hold()
 
+    def _open_settlements(self) -> set[tuple[int, int]]:
+        """Return the settlements that have not come, from survivors only. While any is open, no value is freed."""
+        lost, mailbox = set(self._lost), self._mailbox
+        survivors = set(range(mailbox.size)) - lost - {mailbox.rank}
+        return {(survivor, one) for survivor in survivors for one in lost} - self._settled
+
     def _end_hold(self) -> None:
-        if not self._settling.open():
+        if not self._open_settlements():
             self._references.owned.hold(held=False)
 
     def look(self) -> None:
@@ -151,7 +155,7 @@ class Losses:
         if not self.busy:
             return
         with self._lock:
-            if not self._settling.open() and not any(map(self._mailbox.work.serves, self._lost)):
+            if not self._open_settlements() and not any(map(self._mailbox.work.serves, self._lost)):
                 freed = self._references.sweep()
                 self._mailbox.run_counted(freed.clear)
                 self.busy = False

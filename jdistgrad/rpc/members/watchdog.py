@@ -90,15 +90,10 @@ class Participation:
 
 @dataclasses.dataclass(frozen=True)
 class MeetingByCalls:
-    """A meeting whose calls find out who does not come. Reports show it in the place of the calls of its thread.
-
-    Attributes:
-      spares_shutdown: whether workers that are in ``shutdown`` need not come.
-    """
+    """A meeting whose calls find out who does not come. Reports show it in the place of the calls of its thread."""
 
     what: str
     peers: frozenset[int]
-    spares_shutdown: bool
     thread: int = dataclasses.field(default_factory=threading.get_ident)
     since: float = dataclasses.field(default_factory=time.monotonic)
 
@@ -170,9 +165,9 @@ class Watchdog:
         return list(self._engaged.values())
 
     @contextlib.contextmanager
-    def shows(self, what: str, peers: Collection[int], *, spares_shutdown: bool) -> Iterator[None]:
+    def shows(self, what: str, peers: Collection[int]) -> Iterator[None]:
         """Show a meeting by calls of this thread in reports, until the block ends."""
-        one = MeetingByCalls(what, frozenset(peers) - {self._mailbox.rank}, spares_shutdown)
+        one = MeetingByCalls(what, frozenset(peers) - {self._mailbox.rank})
         self._by_calls[one.thread] = one
         try:
             yield

@@ -9,7 +9,7 @@ When a worker dies, each survivor refuses its messages from then on, and so its 
 weight that the dead held, or that was on its way to or from it, is the sum of the survivors' accounts with it: what
 they gave it, less what came back. So each survivor *closes* its account, and *settles*: it returns the balance, which
 may be negative, to the owner of each reference, in the place of the dead. The order and the time of the settlements do
-not matter, only that the owner frees nothing until it has all of them (``Settling``). No message on its way between
+not matter, only that the owner frees nothing until it has all of them (``Losses``). No message on its way between
 survivors matters either: no survivor's weight is counted, only weight that left for the dead.
 
 A balance must not come to an owner that has freed the value: that owner could not tell it from that of a value that is
@@ -93,24 +93,3 @@ class Accounts:
     def _forget(self, identifier: int) -> None:
         self._balances.pop(identifier, None)
         self._owners.pop(identifier, None)
-
-
-class Settling:
-    """The settlements that one owner waits for. It frees no value while any is open."""
-
-    def __init__(self, rank: int, size: int):
-        self._others = frozenset(range(size)) - {rank}
-        self._lost: set[int] = set()
-        self._settled: set[tuple[int, int]] = set()
-
-    def lose(self, peer: int) -> None:
-        """Wait for every survivor's settlement with a lost worker, and for none of the lost worker's own."""
-        self._lost.add(peer)
-
-    def settled(self, survivor: int, lost: int) -> None:
-        self._settled.add((survivor, lost))
-
-    def open(self) -> set[tuple[int, int]]:
-        """Return the settlements that have not come: survivor and lost worker."""
-        awaited = {(survivor, lost) for survivor in self._others - self._lost for lost in self._lost}
-        return awaited - self._settled

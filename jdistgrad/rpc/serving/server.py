@@ -72,7 +72,6 @@ class Served:
     """A call being served.
 
     Attributes:
-      context: the id of the scope it was made in, or None.
       thread: the thread that runs the function; 0 once the function has returned a future.
     """
 
@@ -81,7 +80,6 @@ class Served:
     value: concurrent.futures.Future[Any] | None
     function: Any = None
     since: float = 0.0
-    context: int | None = None
     thread: int = 0
 
     def __str__(self) -> str:
@@ -118,7 +116,6 @@ class Served:
         mailbox, scopes = self.server.mailbox, self.server.scopes
         function, args, kwargs, *scope = mailbox.open(self.message)
         self.message.body, self.function = None, function
-        self.context = scope[0] if scope else None
         try:
             with within(scopes.enter(scope[0], self.message.source) if scope else None):
                 if not (isinstance(function, ServedFunction) and function.takes_references):
