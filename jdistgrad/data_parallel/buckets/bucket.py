@@ -114,7 +114,6 @@ def lay_out(
 
 
 def join_flat(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Concatenate arrays as one flat array."""
     flat = [array.reshape(-1) for array in arrays]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 

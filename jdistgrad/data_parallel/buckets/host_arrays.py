@@ -20,7 +20,6 @@ _warm, _leasing = BufferPool(idle_limit=1 << 28), threading.Lock()
 
 
 def is_key(leaf: Any) -> bool:
-    """Return whether a leaf is a typed key of ``jax.random``."""
     return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

@@ -36,7 +36,6 @@ _lock = threading.Lock()
 
 
 def keep(request: Any, *memory: Any) -> None:
-    """Keep the memory of a request until it has ended."""
     _begun[id(request)] = (request, *memory)
 
 
@@ -226,6 +225,5 @@ class Box:
         return self._requests is not None and all(request.Test() for request in self._requests)
 
     def take(self) -> tuple[str, np.ndarray]:
-        """Return the words and the bytes of a complete letter."""
         self._requests = None
         return self._words, self._octets

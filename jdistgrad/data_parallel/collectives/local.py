@@ -167,7 +167,6 @@ class Local(HostCollectives):
         return Meeting(functools.partial(self._collect, turn, what))
 
     def _collect(self, turn: int, what: str, timeout: float) -> list[Any]:
-        """Return the values of all ranks in a round."""
         entry = CollectiveEntry(what, self._group, turn)
         with WatchedBlock(self._seat.owner, entry, self.world_ranks, blocking=False) as together:
 

@@ -85,13 +85,7 @@ MPI.kind_on_device = OnDevice
 
 
 class RankProgram(Program):
-    """A function of this rank's arrays that ends with reductions over all ranks.
-
-    Arguments:
-      closed: the jaxpr of the function.
-      finish: takes collectives, the results of the jaxpr, and the arguments that it does not have.
-      what: the reductions, in the words that the ranks compare.
-    """
+    """A function of this rank's arrays, ``closed``, that ends with reductions over all ranks, ``finish``."""
 
     def __init__(self, all_: HostCollectives, closed: Any, finish: Finish, what: str):
         # Constants are arguments, not copied into the compiled code; a copy, since the program may change them later.

@@ -35,7 +35,6 @@ class Place(NamedTuple):
 
 
 def default_device() -> jax.Device:
-    """Return JAX's default device."""
     chosen = configured("jax_default_device")
     return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 

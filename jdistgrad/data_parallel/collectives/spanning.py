@@ -195,7 +195,6 @@ class Program(abc.ABC):
         return shared
 
     def compile(self) -> None:
-        """Compile the program if it is new."""
         if self._lowered is not None:
             self._lowered.compile()
             self._lowered = None

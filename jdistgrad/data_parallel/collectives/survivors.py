@@ -161,7 +161,9 @@ class Survivors(MPI):
         return block
 
     def _raise_lost(self, error: Exception, what: str) -> None:
-        raise_lost(error, self.world_ranks, what, patient=not self.voting)
+        if not self.voting:
+            raise_lost(error, self.world_ranks, what)
+        raise_lost(error, self.world_ranks, what, patient=False)
 
 
 def _require_to_stay() -> None:

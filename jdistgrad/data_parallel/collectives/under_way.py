@@ -28,9 +28,8 @@ GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them en
 class Launch:
     """A program that this rank has begun.
 
-    Attributes:
-      inputs: weak references to arrays that this rank may still be computing: that time does not count.
-      done: an array that is ready when the program has ended.
+    ``inputs``: weak references to arrays that this rank may still be computing: that time does not count. ``done``: an
+    array that is ready when the program has ended.
     """
 
     what: str

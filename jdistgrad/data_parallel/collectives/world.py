@@ -47,7 +47,6 @@ class Seat:
         return worker
 
     def check(self) -> None:
-        """Raise once the world has failed or closed."""
         _ = self.owner
 
 
@@ -89,7 +88,6 @@ class WatchedBlock:
             raise_lost(error, self._ranks, self._entry.what, patient=self.interrupt is None)
 
     def check(self) -> None:
-        """Raise if a participant will never come, or nobody waits for this thread any more."""
         if is_cancelled():
             raise InterruptedCollectiveError(f"{self._entry.what}: Ctrl-C has ended the program that waited in it.")
         if self._participation is not None:
@@ -185,7 +183,6 @@ def is_failure(error: Exception) -> bool:
 
 
 def seat() -> Seat:
-    """Return this worker's place in its world."""
     worker = current_worker()
     return Seat(worker.world, worker.info, worker.size, weakref.ref(worker))
 
@@ -197,7 +194,6 @@ def is_local() -> bool:
 
 
 def keep(name: str, value: Any) -> None:
-    """Keep a value under a name as long as this world exists."""
     current_worker().kept[name] = value
 
 
@@ -206,5 +202,4 @@ def forget(name: str) -> None:
 
 
 def kept(name: str) -> Any:
-    """Return the value kept under a name in this world, or None."""
     return current_worker().kept.get(name)

@@ -141,7 +141,6 @@ flatten = jax.jit(join_flat)
 
 @functools.partial(jax.jit, static_argnums=1)
 def cut(flat: jax.Array, shapes: tuple[tuple[int, ...], ...]) -> list[jax.Array]:
-    """Cut a flat array into arrays of these shapes."""
     ends = np.cumsum([int(np.prod(shape)) for shape in shapes])[:-1].tolist()
     return [part.reshape(shape) for part, shape in zip(jnp.split(flat, ends), shapes, strict=True)]
 

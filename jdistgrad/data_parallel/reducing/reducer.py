@@ -268,7 +268,6 @@ class Reducer:
         return len({roll.fault for roll in self._meet(mine, plan.terms).rolls}) == 1
 
     def average(self, plan: BucketPlan, number: int, gradients: Sequence[Any], handling: Handling) -> list[Any]:
-        """Average one bucket of a plan over all ranks."""
         bucket = plan.buckets[number]
         with self.telling(handling.step, number):
             own = jax.block_until_ready(list(gradients))
@@ -338,7 +337,6 @@ class Reducer:
 
     @whole
     def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
-        """Overwrite this rank's leaves with the root's."""
         root = self.collectives.place_of(root)
         self._meet(self._roll(Act.BROADCAST, root, terms.digest()), terms)
         for memory in memories:
@@ -347,12 +345,10 @@ class Reducer:
 
     @whole
     def mean(self, tree: Any) -> Any:
-        """Return the mean of a tree of arrays."""
         return self.collectives.allreduce(tree, "mean")
 
     @whole
     def verify(self, terms: Terms, memories: Sequence[np.ndarray]) -> None:
-        """Compare the leaves of all ranks."""
         self._meet(self._roll(Act.VERIFY, digest=terms.digest()), terms)
         require_same_bits(terms.leaves, memories, self.collectives.gather_objects)
 

@@ -113,11 +113,8 @@ class Handling:
     """The way in which one step's gradients are reduced.
 
     Arguments:
-      step: the number of the step.
-      hook: the hook that reduces buckets; None: average them.
       states: the hook's state for each bucket, replaced as buckets are reduced.
       overwrite: whether averages may be written over the gradients.
-      clock: records the times of the step.
       act: the action that is announced to the other ranks: REDUCE or AVERAGE.
       joining: the kind of ``join`` block in which the step began.
     """

@@ -35,7 +35,6 @@ class CompiledAverage:
         self._hook = rules.hook or plain_average()
 
     def initial_states(self, tree: Any) -> list[Any]:
-        """Return the hook's initial states for the buckets of a tree."""
         return [self._hook.init(bucket) for bucket in self._buckets(tree)]
 
     def average_with(self, gradients: Any, states: Sequence[Any], what: str = "average") -> tuple[Any, list[Any]]:

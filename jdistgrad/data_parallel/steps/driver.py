@@ -91,7 +91,6 @@ class Driver:
 
     @property
     def goes_on(self) -> bool:
-        """Return whether steps go on without ranks that die."""
         return self._reducer.votes
 
     @property
@@ -112,18 +111,15 @@ class Driver:
     # The model.
 
     def broadcast(self, tree: Any, root: int) -> Any:
-        """Return the root's tree."""
         leaves, structure = jax.tree.flatten(tree)
         terms, memories = self._on_host(tree)
         found = self._thread.run(self._reducer.broadcast, terms, memories, root)
         return jax.tree.unflatten(structure, map(host_arrays.like, found, leaves))
 
     def verify(self, tree: Any) -> None:
-        """Check that a tree is the same on every rank."""
         self._thread.run(self._reducer.verify, *self._on_host(tree))
 
     def mean(self, tree: Any) -> Any:
-        """Return the mean of a tree of arrays over all ranks."""
         return self._thread.run(self._reducer.mean, tree)
 
     def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
@@ -140,7 +136,6 @@ class Driver:
     # Steps.
 
     def step(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
-        """Take a step; return the value, and the averaged gradients."""
         with self._telling_failures():
             program = self._compiled(programs, args, kwargs, overlap=overlap)
         return self._taken(program, args, kwargs)
@@ -165,7 +160,6 @@ class Driver:
         return programs.find(args, kwargs, (overlap, self._rules.bucket_cap_mb), make)
 
     def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-        """Take a step with a compiled program."""
 
         def compute(reduction: Reduction) -> Any:
             return program.run(args, kwargs, reduction.launch)
@@ -240,7 +234,6 @@ class Driver:
         return self._end(plan, structure, averaged, reduction), reduction.handling
 
     def reduction(self, like: Any) -> Reduction:
-        """Begin a step whose gradients come one by one."""
         return self._begin(self._plan_for(like))
 
     def abandon(self) -> None:
@@ -249,7 +242,6 @@ class Driver:
         self._thread.submit(self._reducer.abandon, self._reducer.step, 0)
 
     def buckets(self, tree: Any) -> Sequence[Bucket]:
-        """Return the buckets of a tree of gradients."""
         return self._plan_for(tree).buckets
 
     def _begin(self, plan: BucketPlan, act: Act = Act.REDUCE, *, then: Then | None = None, **unusual: Any) -> Reduction:
@@ -320,7 +312,6 @@ class Driver:
 
     @contextlib.contextmanager
     def join(self, joining: Joining) -> Iterator[Join]:
-        """Open a block of steps of which ranks may take different numbers."""
         join = Join(lambda: self._thread.run(self._reducer.shadow), self.broadcast)
         before, self._reducer.joining = self._reducer.joining, joining
         try:
@@ -353,7 +344,6 @@ class Usage:
         self._pending: dict[Any, list[bool]] = {}
 
     def note(self, structure: Any, used: Sequence[bool]) -> None:
-        """Add the parameters used by one more step."""
         before = self._pending.get(structure, [False] * len(used))
         self._pending[structure] = [a or b for a, b in zip(before, used, strict=True)]
 

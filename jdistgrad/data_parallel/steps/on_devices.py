@@ -236,7 +236,6 @@ class DeviceDriver(Driver):
 
 
 def _on_several(leaf: Any) -> bool:
-    """Return whether a leaf is an array on several devices."""
     return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and len(leaf.devices()) > 1
 
 

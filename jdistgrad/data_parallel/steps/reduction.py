@@ -45,7 +45,6 @@ class Communication:
         return future
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function on the thread and wait for its result."""
         return self.submit(function, *args).result()
 
     def finish(self) -> None:
