@@ -20,6 +20,7 @@ from helpers.programs import (
     vector,
 )
 from helpers.worlds import on_worker0, rank
+from jax.experimental import sparse
 
 import jdistgrad as jd
 
@@ -217,3 +218,17 @@ def test_a_container_that_loses_its_arrays_is_named(big_world, stage):
     for loss in losses:
         with jd.context(), pytest.raises(Exception, match=r"test_arguments\.ByType is not put together again"):
             stage(jd.grad(loss))(vector(3))
+
+
+def applied(matrix, x):
+    return matrix @ x
+
+
+@on_worker0
+def test_sparse_arrays(big_world):
+    indices = jnp.array([[0, 1], [2, 3], [2, 0]])
+
+    def program(call, data, x):
+        return call(1, applied, sparse.BCOO((data, indices), shape=(3, 4)), x)
+
+    assert_same_gradients(program, vector(3), vector(4))

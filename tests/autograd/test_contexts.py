@@ -24,6 +24,7 @@ from helpers.worlds import (
 
 import jdistgrad as jd
 from jdistgrad.autograd.contexts import Context
+from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.worker import current_worker
 
@@ -250,3 +251,29 @@ def test_a_context_of_another_world_is_closed(world):
         assert len({ctx.id for ctx in contexts}) <= 1
 
     world.run(main)
+
+
+@on_worker0
+def test_workers_are_recorded_once_whatever_was_called(big_world):
+    with jd.context() as ctx:
+        for _ in range(3):
+            jd.rpc_async(1, identity, args=(X,)).result()
+            jax.grad(lambda x: jd.rpc_sync(1, square, args=(x,)).sum())(X)
+        assert ctx.workers() == {1}
+        jd.remote(0, square, args=(X,)).to_here()
+        assert ctx.workers() == {0, 1}
+
+
+@on_worker0
+def test_nothing_is_recorded_where_nothing_is_differentiated(big_world):
+    with jd.context() as ctx:
+        jd.rpc_sync(1, square, args=(X,))
+        jd.remote(1, square, args=(X,)).to_here()
+        assert ctx.tape.links.all() == []
+        assert jd.rpc_sync(1, recorded_here, args=(ctx.id,)) == 0
+        jax.grad(lambda x: jd.rpc_sync(1, square, args=(x,)).sum())(X)
+        assert jd.rpc_sync(1, recorded_here, args=(ctx.id,)) == 1
+
+
+def recorded_here(context):
+    return len(current_worker().scopes.find(context).content(Tape).recordings)

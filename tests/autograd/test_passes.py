@@ -153,3 +153,29 @@ def test_two_passes_at_the_same_time_through_one_reference(big_world, jit):
 
 def nested_scaled(p, x):
     return jd.rpc_sync(rank(0), scaled, args=(p, x))
+
+
+@on_worker0
+def test_backward_without_calls(world):
+    with jd.context() as ctx:
+        assert_close(jd.backward(ctx.id, lambda x: jnp.sum(x**2), X), (jnp.sum(X**2), (2 * X,)))
+
+
+@on_worker0
+def test_one_parameter_used_by_all_workers_at_once(world):
+    # Every worker runs its own passes over worker 0's value.
+    rref = jd.RRef(make_weights(3))
+    futures = [jd.rpc_async(k, pass_over, args=(jd.by_reference(rref), X * (k + 1))) for k in range(jd.world_size())]
+    for k, future in enumerate(futures):
+        np.testing.assert_array_equal(future.result(), X * (k + 1))
+    wait_until_nobody_takes_part()
+
+
+def pass_over(rref, x):
+    found = []
+    for _ in range(4):
+        with jd.context():
+            gradient = jd.grad(lambda p: jd.rpc_sync(0, scaled, args=(p, x)).sum())(rref)
+            found.append(gradient.to_here()["w"])
+    assert all((one == found[0]).all() for one in found)
+    return found[0]
