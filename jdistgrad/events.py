@@ -38,17 +38,14 @@ _listeners: tuple[Listener, ...] = ()
 
 def listen(listener: Listener) -> None:
     """Let a listener be told of every event from now on, beside those that are told already."""
-    _set((*_listeners, listener))
+    global sink, _listeners
+    _listeners, sink = (*_listeners, listener), _tell_all
 
 
 def stop_listening(listener: Listener) -> None:
-    _set(tuple(one for one in _listeners if one != listener))
-
-
-def _set(listeners: tuple[Listener, ...]) -> None:
     global sink, _listeners
-    _listeners = listeners
-    sink = _tell_all if len(listeners) > 1 else next(iter(listeners), None)
+    _listeners = tuple(one for one in _listeners if one != listener)
+    sink = _tell_all if _listeners else None
 
 
 def _tell_all(told: Told) -> None:

@@ -45,7 +45,6 @@ SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda", launcher_en
 AS_KILLED = (
     "rank=${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-$PMI_RANK}}; trap : HUP INT TERM USR1 USR2; exec 3>&2 2>/dev/null; "
     """sh -c 'exec "$@" 2>&3 3>&-' sh "$@"; status=$?; """
-    f'[ -e "$0/{launcher_env.CALLED}-$rank" ] || : >"$0/{launcher_env.GONE}-$rank"; '
     f'if [ -e "$0/{launcher_env.JOINED}-$rank" ] && ! [ -e "$0/{launcher_env.ENDED}-$rank" ]; then kill -KILL $$; fi; '
     f'if [ -e "$0/{launcher_env.CALLED}-$rank" ] && ! [ -e "$0/{launcher_env.JOINED}-$rank" ] && [ $status -ne 0 ]; '
     f'then : >"$0/{launcher_env.FAILED}-$rank"; kill -KILL $$; fi; '

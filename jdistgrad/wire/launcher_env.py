@@ -36,7 +36,7 @@ OF_A_JOB_IN_OPEN_MPI_4 = ("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix")  # 
 # other that they have called ``init``; and mpirun's exit status does not tell whether any rank of a job that survives
 # came to its end, nor whether one failed when the others needed it no more.
 NOTES = "JDISTGRAD_NOTES"
-CALLED, JOINED, ENDED, FAILED, GONE = "called", "joined", "ended", "failed", "gone"
+CALLED, JOINED, ENDED, FAILED = "called", "joined", "ended", "failed"
 
 
 def leave_note(what: str, text: str = "") -> None:

@@ -108,26 +108,20 @@ class Failures:
 
     def find(self) -> list[int]:
         """Return the ranks that have died since the last call. MPI serves wildcards again from then on."""
-        found = self._told_by_mpi() | self._told_by_kernel()
-        new, self._found = found - self._found, self._found | found
-        return sorted(new)
-
-    def _told_by_mpi(self) -> set[int]:
-        failed: Any = self._comm.Get_failed()
-        try:
-            if failed.size <= self._acknowledged:
-                return set()
-            self._acknowledged = self._comm.Ack_failed(failed.size)
-            return set(MPI.Group.Translate_ranks(failed, range(failed.size), self._group))
-        finally:
-            failed.Free()
-
-    def _told_by_kernel(self) -> set[int]:
         for descriptor, _ in self._poll.poll(0) if self._watched else []:
             self._poll.unregister(descriptor)
             self._gone.add(self._watched.pop(descriptor))
             os.close(descriptor)
-        return self._gone
+        found = set(self._gone)
+        failed: Any = self._comm.Get_failed()
+        try:
+            if failed.size > self._acknowledged:
+                self._acknowledged = self._comm.Ack_failed(failed.size)
+                found.update(MPI.Group.Translate_ranks(failed, range(failed.size), self._group))
+        finally:
+            failed.Free()
+        new, self._found = found - self._found, self._found | found
+        return sorted(new)
 
     def kill(self, rank: int) -> bool:
         """Kill the process of a rank, unless it has ended; return False if it is out of reach. For any thread."""

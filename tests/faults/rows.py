@@ -41,7 +41,6 @@ ROWS = {
         Row("differing trees", played("faults.trees"), 1000, 15),
         Row("killed and started again", restarts.resumed, 20, 0),
         Row("differing steps", steps.differing, 100, 1),
-        Row("late messages", played("faults.traffic"), 500, 10),
         Row("limits", played("faults.limits", limit=600.0), 5, 4),
         Row("mixed load", played("faults.endurance"), 1800, 1),
         Row("many ranks", many.together, 4, 1),

@@ -485,18 +485,6 @@ def test_a_rank_that_dies_while_the_ranks_meet_is_named_long_before_the_timeout(
     job.expect("init: ranks [1] of 3 have died or ended", status=None)
 
 
-def test_a_rank_that_ends_before_init_ends_the_job_at_once(surviving_job):
-    job = surviving_job(
-        3,
-        """
-        if jd.rank() == 1:
-            sys.exit(0)
-        jd.init(timeout=90)
-        """,
-    )
-    job.expect("ranks [1] of 3 ended before they called init, where the others waited for them", status=None)
-
-
 def test_a_rank_that_dies_is_named_where_the_world_does_not_go_on(surviving_job):
     job = surviving_job(
         3,
@@ -605,6 +593,7 @@ def test_a_job_that_was_not_started_to_survive_says_so(mpi_job):
     ).expect(
         "init(survive=True): mpirun was not told that the job goes on without a rank that dies",
         "jax.distributed ends all processes when one dies",
+        status=None,
     )
 
 
