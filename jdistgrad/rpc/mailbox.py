@@ -206,10 +206,8 @@ class Mailbox:
         return parcel
 
     def open(self, message: Message) -> Any:
-        """Return a message's body, decoded if it came over a wire. Raises the WireError of a damaged message."""
+        """Return a message's body, decoded if it came over a wire."""
         body = message.body
-        if isinstance(body, errors.WireError):
-            raise body
         if not isinstance(body, Parcel):
             return body
         return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)

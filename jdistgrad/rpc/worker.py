@@ -115,8 +115,6 @@ class Worker(Mailbox):
             self.calls.answered(message)
         elif kind is Kind.PUSH:
             self._pushed(message)
-        elif isinstance(message.body, errors.WireError):
-            self.refuse(source, f"a {kind.name}", message.body)
         elif kind is Kind.RELEASE:
             return self.work.counted(functools.partial(self.releasing.close_scope, message.id))
         elif kind is Kind.DROP:

@@ -21,7 +21,6 @@ from mpi4py import MPI
 from jdistgrad.errors import WorldError
 from jdistgrad.wire import launcher_env, mpi_failures
 from jdistgrad.wire.polling import poll
-from jdistgrad.wire.transport import Task
 
 CHUNK = 1 << 30  # bytes: more than this overflows the int that MPI counts with
 READ_SECONDS = 5.0  # how long mpirun may take to read what was printed
@@ -196,9 +195,3 @@ def abort_job(cause: str) -> None:
         time.sleep(0.1)  # mpirun needs time to pass the text on
     finally:
         MPI.COMM_WORLD.Abort(1)
-
-
-def when_mpi_ends(task: Task) -> None:
-    """Run a task at the beginning of ``MPI.Finalize``, where MPI deletes this attribute and can still be used."""
-    key = MPI.Comm.Create_keyval(delete_fn=lambda comm, key, value: task())
-    MPI.COMM_SELF.Set_attr(key, None)

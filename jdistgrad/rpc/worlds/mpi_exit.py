@@ -50,6 +50,13 @@ def guard(rank: int) -> None:
 
     sys.excepthook = failed
     atexit.register(_check_end)
+    os.register_at_fork(after_in_child=_in_child)
+
+
+def _in_child() -> None:
+    """Let a forked process end without its rank's handlers, which would end the job, or wait for the parent in MPI."""
+    sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(1))
+    atexit.register(lambda: (sys.stdout.flush(), os._exit(0)))  # the last that is registered runs first
 
 
 def report(error: BaseException) -> None:
