@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from jdistgrad import errors
 from jdistgrad.ffi import sites
 from jdistgrad.rpc import current, devices, trees
 from jdistgrad.rpc.directory import Directory
