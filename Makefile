@@ -79,7 +79,7 @@ test-worlds: .venv/installed-test
 
 # What needs no world and compiles nothing, or little: plans, tables and state machines, a minute at most.
 OF_NO_WORLD := $(wildcard $(addprefix tests/,autograd/test_ledger.py autograd/staged/test_bundling.py \
-	autograd/test_pullback_table.py data_parallel/test_planning.py data_parallel/test_rank_devices.py \
+	data_parallel/test_planning.py data_parallel/test_rank_devices.py \
 	data_parallel/test_static_parts.py observe/test_chrome.py pipeline/test_schedules.py pipeline/test_reports.py \
 	$(addprefix rpc/test_,accounts.py claims.py codec.py directory.py fingerprints.py likeness.py owned.py peers.py \
 	pending.py scopes.py termination.py) wire))

@@ -189,6 +189,7 @@ def environment(n: int) -> dict[str, str]:
     given = dict(os.environ)
     if POOL in given and given.get(OWN_POOL) == given[POOL]:  # a notebook has started this, whose workers are threads
         del given[POOL]
+    given.pop(launcher_env.PLACE, None)  # a rank may start a job of its own
     return surroundings(n, len(usable_cores())) | shown | given
 
 

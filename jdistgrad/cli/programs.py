@@ -4,6 +4,7 @@ Each run has a ``__main__`` of its own, so that several threads can run the same
 a local world. ``runpy`` cannot: it replaces and restores ``sys.modules`` and ``sys.argv`` for one run at a time.
 """
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import logging
@@ -152,7 +153,8 @@ def end_now(status: int) -> NoReturn:
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(OSError, ValueError):  # whoever read the stream is gone
+            stream.flush()
     os._exit(status)
 
 

@@ -211,10 +211,10 @@ class Mailbox:
             return body
         return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)
 
-    def refuse(self, source: int, what: str, why: object, level: int = logging.ERROR) -> None:
+    def refuse(self, source: int, what: str, why: object) -> None:
         with self._counting:
             self.refused[source] += 1
-        log.log(level, "%s refuses %s from rank %d: %s", self.info, what, source, why)
+        log.debug("%s refuses %s from rank %d: %s", self.info, what, source, why)
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed."""

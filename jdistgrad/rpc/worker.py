@@ -1,7 +1,6 @@
 """A worker: its parts, and the dispatch of messages to them. All decisions are made in the parts."""
 
 import functools
-import logging
 import sys
 from collections.abc import Callable
 from typing import Any, cast
@@ -135,7 +134,7 @@ class Worker(Mailbox):
         try:
             self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
         except errors.ContextError as closed:
-            self.refuse(message.source, "a value", closed, logging.DEBUG)
+            self.refuse(message.source, "a value", closed)
 
     def _without_lost(self, message: Message) -> Task | None:
         """Handle a message by which survivors do without a lost worker."""

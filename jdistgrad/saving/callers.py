@@ -151,7 +151,7 @@ def raise_failed(worker: WorkerInfo, failure: BaseException, in_words: Callable[
         text = str(failure) if worker.rank == current_worker().rank else _naming(worker, str(failure))
         raise CheckpointError(text) from failure
     why = in_short(failure)
-    if isinstance(failure, WorkerLostError):
+    if isinstance(failure, WorkerLostError) and failure.worker is not None:
         why = current_worker().peers.lost.get(failure.worker.rank, why)
     raise _of_kind(failure, in_words(worker, why)) from failure
 

@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shutil
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,23 +85,28 @@ def save(
         job.agree(lambda: _write(job, folder, number, keep) if job.leads else None)
 
 
+# By folder: a save removes what it finds half written there, so it waits for one that another worker has begun.
+_writing: dict[pathlib.Path, threading.Lock] = {}
+
+
 def _write(job: Job, path: pathlib.Path, step: int, keep: float) -> None:
     """Write a checkpoint. If that fails anywhere, nothing of it is left."""
     files.orbax()
     who = {"workers": job.callers, "size": current_worker().size}
     manifest = {"format": FORMAT, "step": step, **who, "places": job.plans[job.leader].places}
-    try:
-        folder = files.begin(path, step)
+    with _writing.setdefault(path, threading.Lock()):
         try:
-            files.publish(folder, step, {**manifest, "parts": _written(job, folder, step)})
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
+            folder = files.begin(path, step)
+            try:
+                files.publish(folder, step, {**manifest, "parts": _written(job, folder, step)})
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        except WorkerLostError:  # an OSError too
             raise
-    except WorkerLostError:  # an OSError too
-        raise
-    except OSError as error:
-        raise CheckpointError(_not_written(path, step, current_worker().info, in_short(error))) from error
-    files.remove_all_but(path, keep)
+        except OSError as error:
+            raise CheckpointError(_not_written(path, step, current_worker().info, in_short(error))) from error
+        files.remove_all_but(path, keep)
 
 
 def _written(job: Job, folder: pathlib.Path, step: int) -> dict[str, Any]:

@@ -60,7 +60,7 @@ class Desk:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, Attempts], Meeting] = {}
-        self._owed: dict[int, Exception] = {}
+        self._owed: dict[int, tuple[Meeting, Exception]] = {}
         self._ended: dict[str, str] = {}
 
     def arrive(
@@ -68,18 +68,18 @@ class Desk:
     ) -> tuple[Meeting, bool]:
         """Let a worker come to a meeting; return the meeting, and whether the worker is the first there.
 
-        A worker that did not come to a meeting that failed is told so when it comes to any: otherwise it might hold a
-        meeting without the others.
+        A worker that comes too late to a meeting that failed is told so, unless the others have come again: otherwise
+        it might hold a meeting without them.
 
         Arguments:
           mine, of_all: the name of this worker's attempt; and the names of all, as soon as they are known.
         """
         with self._lock:
-            if rank in self._owed:
-                raise self._owed.pop(rank)
+            first = (what, of_all) not in self._open
+            if first and rank in self._owed and self._owed[rank][0].what == what:
+                raise self._owed.pop(rank)[1]
             for one in self._ended.keys() & {mine, *of_all}:
                 raise CheckpointError(self._ended[one])
-            first = (what, of_all) not in self._open
             meeting = self._open.setdefault((what, of_all), Meeting(what, workers, of_all))
             meeting.said[rank] = said
             meeting.attempts |= {mine}
@@ -87,10 +87,21 @@ class Desk:
             return meeting, first
 
     def close(self, meeting: Meeting) -> None:
-        """Close a meeting to which all have come. Raises its failure if it has failed meanwhile."""
+        """Close a meeting to which all have come. Raises its failure if it has failed meanwhile.
+
+        Raises:
+          DisagreementError: a worker has missed a meeting that failed, and those that were there do not come any more.
+        """
         with self._lock:
             if meeting.failure is not None:
                 raise meeting.failure
+            owed = {rank: self._owed.pop(rank)[0] for rank in meeting.said if rank in self._owed}
+            for rank, missed in owed.items():
+                if not missed.said.keys() <= meeting.said.keys():
+                    raise DisagreementError(
+                        f"worker {rank}, which is in {meeting.what}, did not come to {missed.what}, where workers "
+                        f"{sorted(missed.said)} were. They must make the same calls."
+                    )
             del self._open[meeting.key]
 
     def fail(self, meeting: Meeting, error: Exception) -> None:
@@ -119,16 +130,17 @@ class Desk:
         with self._lock:
             self._ended[attempt] = why
             left = [one for one in self._open.values() if attempt in one.attempts]
-            self._fail(left, CheckpointError(why), owed=False)  # who has not come may come to the next one
+            self._fail(left, CheckpointError(why))
 
-    def _fail(self, meetings: Sequence[Meeting], error: Exception, *, owed: bool = True) -> None:
+    def _fail(self, meetings: Sequence[Meeting], error: Exception) -> None:
         here = {rank for one in meetings for rank in one.said}
         for one in meetings:
             one.failure = error
             del self._open[one.key]
             one.came.set()
-            if owed:
-                self._owed |= dict.fromkeys(set(one.missing) - here, error)
+            if not one.key[1]:  # else those that have not come find out by the names of the attempts
+                self._owed |= dict.fromkeys(set(one.missing) - here, (one, error))
+            one.said = dict.fromkeys(one.said)  # who was there; what they said may be large
 
 
 def meet(

@@ -12,15 +12,16 @@ import struct
 from collections.abc import Callable
 from typing import Any
 
+from jdistgrad.errors import WireError
 from jdistgrad.wire.arrays import ALIAS_FROM, ALIGNMENT, padded, padding
 from jdistgrad.wire.message import Kind, Message, Parcel
 
-MAGIC = b"jdg5"
 BULK_FROM = ALIAS_FROM
-HEADER = struct.Struct("<4sB3xIIQQ")  # magic, kind, pieces, bytes attached, number, id
+HEADER = struct.Struct("<B7xIIQQ")  # kind, pieces, bytes attached, number, id
 START = HEADER.size
 PLACE = struct.Struct("<Q8x")
 LENGTH = 8  # bytes of one entry in the table of lengths
+LONGEST_FRAME = (1 << 31) - 1  # bytes: MPI counts those of a frame in a C int
 KINDS = {kind.value: kind for kind in Kind}
 
 
@@ -67,6 +68,9 @@ def pack(
     """Return the frame of a message, and the pieces that must follow it.
 
     ``put``: puts a large piece where the receiver finds it, and returns that place; 0 if it must follow.
+
+    Raises:
+      WireError: the small pieces are too many for one frame.
     """
     pieces, attached = list[Any](), 0
     if parcel is not None:
@@ -74,6 +78,12 @@ def pack(
         pieces = [memoryview(b"".join([parcel.attached, parcel.stream])) if attached else parcel.stream]
         pieces += parcel.buffers
     lengths = [piece.nbytes for piece in pieces]
+    inside = sum(PLACE.size if is_bulk(length) else padded(length) for length in lengths)
+    if padded(START + LENGTH * len(lengths)) + inside > LONGEST_FRAME:
+        raise WireError(
+            f"its arrays of less than 64 KiB have {inside / 2**30:.1f} GiB together, and a message takes less than "
+            "2 GiB of them. Send several messages, or put them together to larger arrays"
+        )
     parts: list[Any] = [_table(len(lengths)).pack(*lengths)]
     bulk = []
     for piece, length in zip(pieces, lengths, strict=True):
@@ -84,12 +94,12 @@ def pack(
                 bulk.append(piece)
         else:
             parts += piece, padding(length)
-    return b"".join((HEADER.pack(MAGIC, kind, len(pieces), attached, number, identifier), *parts)), bulk
+    return b"".join((HEADER.pack(kind, len(pieces), attached, number, identifier), *parts)), bulk
 
 
 def unpack(frame: Any) -> Frame:
     view = memoryview(frame)
-    _, code, count, attached, number, identifier = HEADER.unpack_from(view)
+    code, count, attached, number, identifier = HEADER.unpack_from(view)
     lengths, start = _table(count).unpack_from(view, START), padded(START + LENGTH * count)
     pieces, places = list[Any](), list[int]()
     for length in lengths:

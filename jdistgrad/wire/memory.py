@@ -167,10 +167,11 @@ class SharedPieces:
             self._space.give_back(place, self._grains.pop(place))
             place = marks.find(RETURNED, place + 1)
 
-    def found(self, peer: int, place: int, nbytes: int) -> np.ndarray:
-        """Return a piece that a peer has put in its memory."""
+    def found(self, peer: int, place: int, nbytes: int) -> np.ndarray | None:
+        """Return a piece that a peer has put in its memory; None if the peer is lost."""
         memory = self._memory.others[peer]
-        assert memory is not None, f"the memory of rank {peer} is out of reach"
+        if memory is None:
+            return None
         piece = np.frombuffer(memory, np.uint8, nbytes, place * GRAIN)
         weakref.finalize(piece, self._give_back, memory, place, nbytes, os.getpid()).atexit = False
         return piece

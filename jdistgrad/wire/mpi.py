@@ -266,6 +266,8 @@ class MPITransport:
         for k, place in zip(frame.missing(), frame.places, strict=True):
             if place:
                 frame.pieces[k] = self._shared.found(arrived.peer, place, frame.lengths[k])
+                if frame.pieces[k] is None:
+                    return None
             else:
                 frame.pieces[k] = self._pool.lease(frame.lengths[k])
                 bulk.append(frame.pieces[k])

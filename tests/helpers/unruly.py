@@ -59,7 +59,7 @@ class Communicator:
     def Isend(self, message, peer, tag):  # noqa: N802
         from mpi4py import MPI
 
-        if tag != FRAME_TAG or not self._lateness.of(frames.KINDS[message[0][4]]):
+        if tag != FRAME_TAG or not self._lateness.of(frames.KINDS[message[0][0]]):
             return self._comm.Isend(message, peer, tag)
         copy = bytes(message[0])
         self._lateness.send_late(lambda: self._send_copy(copy, peer))

@@ -172,8 +172,10 @@ def test_those_who_go_on_come_to_the_next_meeting_of_the_name(desk):
 def test_one_who_comes_after_a_disagreement_is_told_once(desk):
     """Or it would hold a meeting without the others, which may only serve by now."""
     disagreeing(desk)
-    with pytest.raises(jd.DisagreementError):
-        come(desk, 1, "a third thing")
+    alone, _ = come(desk, 1, "a third thing", [1])
+    with pytest.raises(jd.DisagreementError, match="did not come to"):
+        desk.close(alone)
+    desk.fail(alone, ValueError("as hold does"))
     together = {id(come(desk, rank, "a third thing")[0]) for rank in range(3)}
     assert len(together) == 1
 

@@ -28,6 +28,7 @@ from jdistgrad.data_parallel.collectives.spanning import (
     at_home,
     in_one_order,
     traced,
+    where_it_was,
 )
 from jdistgrad.data_parallel.collectives.under_way import under_way
 from jdistgrad.errors import CollectiveError, DisagreementError
@@ -97,7 +98,7 @@ class Devices(MPI):
                 yield all_
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        x = at_home(x, self.device)
+        x, before = at_home(x, self.device), x
         what, key = described(name, x, how), (name, how, jax.typeof(x))
         if key not in self._programs:
             closed, _ = traced(self.span, lambda x: self.in_programs.perform(name, x, how), (x,), {})
@@ -105,7 +106,7 @@ class Devices(MPI):
         shared = self._programs[key].prepare([x])
         with in_one_order:
             self.agree(what)
-            return self.dispatch(self._programs[key], shared, what, [x])[0]
+            return where_it_was(self.dispatch(self._programs[key], shared, what, [x])[0], before)
 
     def dispatch(
         self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None

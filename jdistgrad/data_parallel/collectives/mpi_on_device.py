@@ -15,7 +15,7 @@ from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, d
 from jdistgrad.data_parallel.collectives.mpi import MPI, has_mpi4jax
 from jdistgrad.data_parallel.collectives.mpi_in_programs import WithMpi4jax
 from jdistgrad.data_parallel.collectives.rank_devices import default_device
-from jdistgrad.data_parallel.collectives.spanning import Finish, Program, at_home, in_one_order
+from jdistgrad.data_parallel.collectives.spanning import Finish, Program, at_home, in_one_order, where_it_was
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.devices import opened_gpus
 from jdistgrad.wire import launcher_env
@@ -62,12 +62,12 @@ class OnDevice(WithMpi4jax):
         return other
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        x = at_home(x, self.device)
+        x, before = at_home(x, self.device), x
         if (name, how) not in self._eagerly:
             self._eagerly[name, how] = jax.jit(lambda x: self.traced(name, x, how))
         with in_one_order:
             self.agree(described(name, x, how))
-            return self._eagerly[name, how](x)
+            return where_it_was(self._eagerly[name, how](x), before)
 
     # As ``Devices``: steps as programs.
 

@@ -77,6 +77,12 @@ class Span:
         return [make((x.shape[0] * size, *x.shape[1:]), self._sharding, [x]) for x in own]
 
 
+def where_it_was(result: jax.Array, before: jax.Array) -> jax.Array:
+    """Return a result with the sharding of an argument that all devices of the rank held, if the shapes are equal."""
+    whole = len(before.devices()) > 1 and before.shape == result.shape
+    return jax.device_put(result, before.sharding) if whole else result
+
+
 def at_home(leaf: Any, device: jax.Device) -> Any:
     """Return a leaf as programs of this rank take it: of an array that all of its devices hold, the copy on the rank's.
 

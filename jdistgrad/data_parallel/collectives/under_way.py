@@ -5,6 +5,7 @@ Nothing can be called off inside such a program. A rank that hangs in one keeps 
 
 import atexit
 import collections
+import contextlib
 import dataclasses
 import math
 import sys
@@ -124,7 +125,8 @@ class UnderWay:
             if first is None or not first.overdue():
                 continue
             text = f"{first.block.me} has waited {first.timeout:g} s for {first.what}, a program over all devices. "
-            print(f"jdistgrad: {text}{first.block.unfinished()}", file=sys.stderr, flush=True)
+            with contextlib.suppress(Exception):  # nobody reads, or answers, any more
+                print(f"jdistgrad: {text}{first.block.unfinished()}", file=sys.stderr, flush=True)
             time.sleep(GRACE_SECONDS)
             if not first.has_ended():
                 first.block.end_job(f"{first.what} did not end within {first.timeout:g} s")

@@ -236,7 +236,10 @@ class DeviceDriver(Driver):
 
 
 def _on_several(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and len(leaf.devices()) > 1
+    """Return whether a leaf is an array of this process that lies on several devices."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return False
+    return len(leaf.devices()) > 1 and leaf.is_fully_addressable
 
 
 def _first_faults(plan: BucketPlan, wrong: Sequence[jax.Array]) -> jax.Array:

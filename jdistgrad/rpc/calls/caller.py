@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import logging
 import math
 import numbers
 import threading
@@ -190,7 +189,7 @@ class Caller:
         pending = self._calls.close(message.id)
         if pending is None:
             why = f"nobody waits for the answer to call {spell(message.id)}"
-            self._mailbox.refuse(message.source, f"a {message.kind.name}", why, logging.DEBUG)
+            self._mailbox.refuse(message.source, f"a {message.kind.name}", why)
         else:
             call_ended(pending, failed=message.kind is Kind.FAILURE)
             self._complete(pending, functools.partial(self._outcome, message))

@@ -143,7 +143,7 @@ class Served:
             call_served(self.message.id, self.function, worker, self.since, failed=failure is not None)
         except errors.WorkerLostError as gone:
             log.debug("%s: nobody waits for the answer to %s any more: %s", worker, self, gone)
-        except Exception as unsent:
+        except BaseException as unsent:
             log.warning("%s: the answer to %s was lost: %s", worker, self, spelled(unsent))
         finally:
             self.function = None  # the object of a method may hold references
@@ -154,8 +154,10 @@ class Served:
             try:
                 mailbox.post(source, Message(Kind.RESULT, mailbox.rank, self.message.id, result))
                 return
-            except errors.WorkerLostError:
-                raise
+            except errors.WorkerLostError as lost:
+                if lost.worker in (source, mailbox.directory.workers[source]):
+                    raise
+                failure = self._failure(lost)  # the result needs another worker, for its class pickles it so
             except Exception as unsendable:  # whatever the reason, the caller must get an answer
                 to = mailbox.directory.workers[source]
                 text = f"{mailbox.info} cannot send the result of {self} to {to}: {spelled(unsendable)}"

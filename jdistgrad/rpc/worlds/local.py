@@ -14,7 +14,7 @@ from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import Worker, find_worker
-from jdistgrad.rpc.worlds.opening import open_local, refuse_second_world
+from jdistgrad.rpc.worlds.opening import close, open_local, refuse_second_world
 from jdistgrad.rpc.worlds.worlds import seat, shutdown
 from jdistgrad.threads import stop
 from jdistgrad.wire.ids import MAX_WORKERS
@@ -102,15 +102,19 @@ class LocalWorkers:
             threading.Thread(target=self._serve, args=(hub, rank, timeout), name=f"worker{rank}", daemon=True)
             for rank in range(1, n)
         ]
-        with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
-            for server in self._servers:
-                server.start()
-            try:
-                self._worker = open_local(hub, 0, None, timeout)
-            except BaseException as error:  # the servers would wait for this worker
-                hub.fail(errors.WorkerLostError(f"worker0 has opened no world: {in_short(error)}", worker=0))
-                raise
-            current.bind_process(self._worker)
+        worker: Worker | None = None
+        try:
+            with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
+                for server in self._servers:
+                    server.start()
+                worker = open_local(hub, 0, None, timeout)
+                current.bind_process(worker)
+        except BaseException as error:  # the servers would wait for this worker
+            hub.fail(errors.WorkerLostError(f"worker0 has opened no world: {in_short(error)}", worker=0))
+            if worker is not None:
+                close(worker, graceful=False)
+            raise
+        self._worker = worker
 
     @staticmethod
     def _serve(hub: Hub, rank: int, timeout: float) -> None:

@@ -55,8 +55,9 @@ def guard(rank: int) -> None:
 
 def _in_child() -> None:
     """Let a forked process end without its rank's handlers, which would end the job, or wait for the parent in MPI."""
-    sys.excepthook = lambda *error: (sys.__excepthook__(*error), os._exit(1))
-    atexit.register(lambda: (sys.stdout.flush(), os._exit(0)))  # the last that is registered runs first
+    sys.excepthook = sys.__excepthook__
+    atexit.register(os._exit, 0)
+    atexit.register(sys.stdout.flush)  # the last that is registered runs first
 
 
 def report(error: BaseException) -> None:

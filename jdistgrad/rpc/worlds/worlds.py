@@ -93,9 +93,15 @@ def init(
         worker = open_mpi(name, seconds, with_devices=with_devices, survive=survives)
         current.bind_process(worker)
     else:
-        with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
-            worker = open_local(Hub(1), 0, name, seconds)
-            current.bind_process(worker)
+        opened: Worker | None = None
+        try:
+            with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
+                worker = opened = open_local(Hub(1), 0, name, seconds)
+                current.bind_process(worker)
+        except BaseException:
+            if opened is not None:
+                close(opened, graceful=False)
+            raise
     return worker.info
 
 
@@ -149,8 +155,10 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         raise
     except BaseException as error:
         if not worker.closed:
-            worker.peers.leave(f"its shutdown failed: {spelled(error)}")
-            close(worker, graceful=False)
+            try:
+                worker.peers.leave(f"its shutdown failed: {spelled(error)}")
+            finally:
+                close(worker, graceful=False)
             forget_failed_effects()
         raise
     return _end(worker, graceful=graceful)
