@@ -30,7 +30,7 @@ VOTES = Reducer.votes
 
 def search(on):
     transport = current_worker().transport
-    transport._progress._look = transport._look_beside_failures if on else transport._look
+    transport._progress._look = transport._look_for_all if on else transport._look
 
 
 def search_on_both(on):

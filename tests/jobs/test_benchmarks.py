@@ -17,7 +17,6 @@ TOGETHER = {
         "data_parallel_mpi gradients_jdistgrad pipelines_jdistgrad sharding_jdistgrad surviving_jdistgrad",
     ),
     "one thread a rank": (2, "stages_jdistgrad"),
-    "the flight recorder": (2, "recorder_jdistgrad"),
     "surviving": (2, "surviving_parts_jdistgrad"),
     "over devices": (2, "devices_jdistgrad"),
     "three ranks": (3, "two_shards_jdistgrad"),
@@ -44,8 +43,6 @@ def test_jobs_run_and_report(group, tmp_path, monkeypatch):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.replace("JOBS", repr(str(JOBS))).replace("NAMES", repr(names.split())))
     monkeypatch.setenv("JDISTGRAD_BENCH", "--short")
-    if group == "the flight recorder":
-        monkeypatch.setenv("JDISTGRAD_DEBUG", "1")
     survive = ["--survive"] if group == "surviving" else []
     output = output_of(["-m", "jdistgrad", "run", *survive, "-n", str(n), str(program)], timeout=120)
     assert [name for name in names.split() if f"ended {name}" not in output] == []

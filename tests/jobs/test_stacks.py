@@ -25,7 +25,7 @@ if me.rank == 2:
 def test_what_each_rank_waits_for(mpi_job, tmp_path):
     job = mpi_job(3, PROGRAM.replace("HANGS", ""), JDISTGRAD_DEBUG="1", JDISTGRAD_DEBUG_DIR=str(tmp_path))
     job.expect(
-        "worker0 (rank 0) at program.py:17, in <module>:",
+        "worker0 (rank 0) at program.py:14, in <module>:",
         "waiting for worker1 (rank 1) to answer __main__.ask",
         status=None,
     )

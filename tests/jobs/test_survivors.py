@@ -452,7 +452,7 @@ def test_ranks_that_have_died_keep_a_world_from_opening_and_are_named(surviving_
         3,
         """
         me = jd.init()
-        jd.on_lost(lambda worker, why: sys.exit(3))
+        jd.on_lost(lambda worker, why: 1 / 0)
         jd.on_lost(lambda worker, why: told.update({worker.rank: why}))
         if me.rank == 1:
             die()
