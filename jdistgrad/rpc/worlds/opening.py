@@ -27,7 +27,7 @@ from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.transport import Transport
 
 THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # for workers of a local world
-LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "saving", "threads", "wire"))
+LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "threads", "wire"))
 
 
 def refuse_second_world(what: str) -> None:
