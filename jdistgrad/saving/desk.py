@@ -60,7 +60,7 @@ class Desk:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._open: dict[tuple[str, Attempts], Meeting] = {}
-        self._owed: dict[int, tuple[Meeting, Exception]] = {}
+        self._owed: dict[int, list[tuple[Meeting, Exception]]] = {}
         self._ended: dict[str, str] = {}
 
     def arrive(
@@ -76,8 +76,8 @@ class Desk:
         """
         with self._lock:
             first = (what, of_all) not in self._open
-            if first and rank in self._owed and self._owed[rank][0].what == what:
-                raise self._owed.pop(rank)[1]
+            if first and any(missed.what == what for missed, _ in self._owed.get(rank, ())):
+                raise next(error for missed, error in self._owed.pop(rank) if missed.what == what)
             for one in self._ended.keys() & {mine, *of_all}:
                 raise CheckpointError(self._ended[one])
             meeting = self._open.setdefault((what, of_all), Meeting(what, workers, of_all))
@@ -95,8 +95,8 @@ class Desk:
         with self._lock:
             if meeting.failure is not None:
                 raise meeting.failure
-            owed = {rank: self._owed.pop(rank)[0] for rank in meeting.said if rank in self._owed}
-            for rank, missed in owed.items():
+            owed = [(rank, missed) for rank in meeting.said for missed, _ in self._owed.pop(rank, ())]
+            for rank, missed in owed:
                 if not missed.said.keys() <= meeting.said.keys():
                     raise DisagreementError(
                         f"worker {rank}, which is in {meeting.what}, did not come to {missed.what}, where workers "
@@ -139,7 +139,8 @@ class Desk:
             del self._open[one.key]
             one.came.set()
             if not one.key[1]:  # else those that have not come find out by the names of the attempts
-                self._owed |= dict.fromkeys(set(one.missing) - here, (one, error))
+                for rank in set(one.missing) - here:
+                    self._owed.setdefault(rank, []).append((one, error))
             one.said = dict.fromkeys(one.said)  # who was there; what they said may be large
 
 

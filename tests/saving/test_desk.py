@@ -180,6 +180,14 @@ def test_one_who_comes_after_a_disagreement_is_told_once(desk):
     assert len(together) == 1
 
 
+@pytest.mark.parametrize("what", ["one thing", "another thing"])
+def test_one_who_comes_late_to_either_of_two_that_disagreed_does_not_wait(desk, what):
+    disagreeing(desk)
+    with pytest.raises(jd.DisagreementError):
+        come(desk, 1, what)
+    assert come(desk, 1, what)[1]
+
+
 def test_of_three_things_all_are_told(desk):
     meetings = [come(desk, rank, f"thing {rank}")[0] for rank in range(3)]
     desk.compare(meetings[0], [1, 2])
