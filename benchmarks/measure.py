@@ -40,11 +40,16 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def median(function: Callable[[], object], calls: int, warm_up: int = 20) -> float:
-    """Return the median time of a call."""
+def times(function: Callable[[], object], calls: int, warm_up: int = 20) -> list[float]:
+    """Return the time of each of so many calls."""
     for _ in range(min(few(warm_up), calls)):
         function()
-    return statistics.median(seconds(function) for _ in range(few(calls)))
+    return [seconds(function) for _ in range(few(calls))]
+
+
+def median(function: Callable[[], object], calls: int, warm_up: int = 20) -> float:
+    """Return the median time of a call."""
+    return statistics.median(times(function, calls, warm_up))
 
 
 def in_turn(
@@ -125,6 +130,18 @@ def take_turns(
             for figure, value in run_job(str(JOBS / f"{topic}_{name}.py"), n=n, flags=flags).items():
                 found[name].setdefault(figure, []).append(value)
     return found
+
+
+@contextlib.contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Open a block beside which processes compute all the time, as training does on the cores of a node."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for one in loops:
+            one.kill()
+            one.wait()
 
 
 def ratio(ours: list[float], others: list[float]) -> float:

@@ -3,6 +3,7 @@
 import gc
 import os
 import pathlib
+import statistics
 import sys
 import time
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from measure import SHORT, few, median, pipelined, report
+from measure import SHORT, few, median, pipelined, report, times
 
 import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
@@ -22,8 +23,9 @@ def echo(x):
     return x
 
 
-def round_trip(array, calls):
-    return median(lambda: jd.rpc_sync(1, echo, args=(array,)), calls)
+def round_trip(name, array):
+    found = times(lambda: jd.rpc_sync(1, echo, args=(array,)), 3000)
+    return {f"small_{name}": statistics.median(found), f"small_{name}_mean": statistics.mean(found)}
 
 
 def in_flight(array):
@@ -72,12 +74,13 @@ def growth():
 
 
 def measure():
+    large = jnp.ones(16 << 20, jnp.float32)
     report(
-        small_numpy=round_trip(np.ones(1, np.float32), 3000),
-        small_jax=round_trip(jnp.ones(1, jnp.float32), 3000),
+        **round_trip("numpy", np.ones(1, np.float32)),
+        **round_trip("jax", jnp.ones(1, jnp.float32)),
         rate_numpy=in_flight(np.ones(1, np.float32)),
         rate_jax=in_flight(jnp.ones(1, jnp.float32)),
-        large=round_trip(jnp.ones(16 << 20, jnp.float32), 15),
+        large=median(lambda: jd.rpc_sync(1, echo, args=(large,)), 15),
     )
     if SHORT or "--long" in os.environ.get("JDISTGRAD_BENCH", ""):
         grown, left = growth()

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import statistics
 import sys
 import warnings
 
@@ -10,7 +11,7 @@ from mpi4py import MPI
 from torch.distributed import rpc
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
-from measure import median, pipelined, report
+from measure import pipelined, report, times
 
 
 def echo(x):
@@ -18,7 +19,7 @@ def echo(x):
 
 
 def round_trip(tensor, calls):
-    return median(lambda: rpc.rpc_sync("worker1", echo, args=(tensor,)), calls)
+    return times(lambda: rpc.rpc_sync("worker1", echo, args=(tensor,)), calls)
 
 
 def in_flight(tensor):
@@ -32,10 +33,12 @@ def main():
     rank = MPI.COMM_WORLD.rank
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     if rank == 0:
+        small = round_trip(torch.ones(1), 3000)
         report(
-            small=round_trip(torch.ones(1), 3000),
+            small=statistics.median(small),
+            small_mean=statistics.mean(small),
             rate=in_flight(torch.ones(1)),
-            large=round_trip(torch.ones(16 << 20), 15),
+            large=statistics.median(round_trip(torch.ones(16 << 20), 15)),
         )
     rpc.shutdown()
 

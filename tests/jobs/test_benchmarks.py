@@ -13,7 +13,7 @@ TOGETHER = {
     "one rank": (1, "halves_jdistgrad"),
     "two ranks": (
         2,
-        "calls_jdistgrad calls_mpi compiled_pipeline_jdistgrad data_parallel_alone data_parallel_jdistgrad "
+        "calls_floor calls_jdistgrad calls_mpi compiled_pipeline_jdistgrad data_parallel_alone data_parallel_jdistgrad "
         "data_parallel_mpi gradients_jdistgrad pipelines_jdistgrad sharding_jdistgrad surviving_jdistgrad",
     ),
     "one thread a rank": (2, "stages_jdistgrad"),
