@@ -11,8 +11,8 @@ RUN := $(BIN)/jdistgrad run
 export JDISTGRAD_MPI CUDA_ROOT
 EXTRA := $(BIN)/python -m pip install --quiet --no-build-isolation --config-settings editable_mode=compat --editable .
 
-.PHONY: demo quick test test-all test-worlds test-jobs test-examples test-install test-unruly test-machines torture faults \
-	lint bench bench-gpu docs doctor clean
+.PHONY: demo quick test test-all test-gradients test-worlds test-jobs test-examples test-install test-unruly test-machines \
+	torture faults lint bench bench-gpu docs doctor clean
 
 demo: .venv/installed
 	$(RUN) -n 3 examples/training.py
@@ -20,11 +20,12 @@ demo: .venv/installed
 # What each change must pass: every test once, in a world of threads, and on three ranks what depends on that.
 # `make test-all`: every test in every world, and those that are marked as long.
 # A folder of temporary files for each: suites that end together would clear pytest's common one under each other.
-# Three suites at a time, since jobs often wait, each printed when it is done; the longest first.
-SUITES := test-jobs test-worlds test-mpi-3 test-examples test-devices-3 test-install docs
+# Three suites at a time, since jobs often wait, each printed when it is done; the longest first, and ranks after worlds
+# of threads, which have compiled most of the same programs by then.
+SUITES := test-jobs test-gradients test-worlds test-examples test-mpi-3 test-devices-3 test-install docs
 test test-all: .venv/installed-test .venv/installed-docs
 	$(MAKE) --jobs=3 --output-sync=target $(SUITES)
-test-all: SUITES := test-worlds test-jobs test-examples test-devices-3 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-1 \
+test-all: SUITES := test-gradients test-worlds test-jobs test-examples test-devices-3 test-mpi-2 test-mpi-3 test-mpi-4 test-mpi-1 \
 	test-devices-4 test-install test-devices-2 docs
 test-all: export EVERYWHERE := yes
 
@@ -59,7 +60,7 @@ unexport PYTHONDONTWRITEBYTECODE
 EMITTERS = $(shell $(BIN)/python -c "from importlib.metadata import version; \
 	print('--xla_cpu_use_fusion_emitters=false' * (version('jaxlib') < '0.11'))")
 QUICKLY = --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true $(EMITTERS)
-QUICK := test-worlds test-jobs test-examples test-mpi-1 test-mpi-3 test-mpi-4 test-devices-3 test-devices-4
+QUICK := test-gradients test-worlds test-jobs test-examples test-mpi-1 test-mpi-3 test-mpi-4 test-devices-3 test-devices-4
 USERS_FLAGS := $(XLA_FLAGS)
 $(QUICK): export XLA_FLAGS = $(strip $(USERS_FLAGS) $(QUICKLY))
 
@@ -72,10 +73,15 @@ USERS_PATH := $(PYTHONPATH)
 $(QUICK): export PYTHONPATH = $(CURDIR)/tests/startup$(addprefix :,$(USERS_PATH))
 
 SHORT := $(if $(EVERYWHERE),,-m "not long")
+OF_GRADIENTS := tests/autograd tests/torture tests/faults
+test-gradients: .venv/installed-test
+	@mkdir -p build
+	$(BIN)/python -m pytest $(SHORT) $(OF_GRADIENTS) --basetemp build/files-of-gradients
+
 test-worlds: .venv/installed-test
 	@mkdir -p build
 	$(BIN)/python -m pytest $(SHORT) --ignore tests/jobs --ignore tests/cli --ignore tests/installing \
-		--basetemp build/files-of-worlds
+		$(addprefix --ignore ,$(OF_GRADIENTS)) --basetemp build/files-of-worlds
 
 # What needs no world and compiles nothing, or little: plans, tables and state machines, a minute at most.
 OF_NO_WORLD := $(wildcard $(addprefix tests/,autograd/test_ledger.py autograd/staged/test_bundling.py \
