@@ -94,7 +94,7 @@ def gather(scope: Scope) -> Graph:
 def part_of(context: int) -> tuple[list[Link], set[int]]:
     """Return this worker's part of a context: the links it sent, and the ranks it called."""
     scope = current_worker().scopes.find(context)
-    return scope.content(Tape).links.all(), scope.peers()
+    return scope.content(Tape).all_links(), scope.peers()
 
 
 def pairs(links: Sequence[Link]) -> list[Pair]:

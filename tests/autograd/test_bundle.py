@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.callee.bundle import Bundle, CallStop, PullStop, StopOutput
+from jdistgrad.autograd.callee.bundle import Bundle, CallStop, StopOutput
+from jdistgrad.autograd.callee.recording import LinearCall
 from jdistgrad.autograd.callee.run_bundle import KEPT, BundleRun, at_once
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.rpc.by_value import Cached
@@ -76,7 +77,7 @@ RECORDED = CallStop(ONE, ((0,),), (), 1)
 
 
 def pull(call, *, last=True):
-    return PullStop("something", 0, (0,), last, (), call)
+    return LinearCall("something", 0, (0,), (), last, call)
 
 
 def forward_and_back(**settings):

@@ -122,7 +122,7 @@ def test_a_thread_started_in_the_block_records_into_its_context(world):
         differentiate = lambda: found.append(jax.grad(lambda x: relay([rank(1)], x).sum())(X))  # noqa: E731
         in_thread(differentiate).join()
         differentiate()
-        assert sum(not link.backward for link in ctx.tape.links.all() if link.answers is None) >= 2
+        assert sum(not link.backward for link in ctx.tape.all_links() if link.answers is None) >= 2
         assert ctx.workers() >= {rank(1)}
     assert_close(found, [2 * X, 2 * X])
 
@@ -269,7 +269,7 @@ def test_nothing_is_recorded_where_nothing_is_differentiated(big_world):
     with jd.context() as ctx:
         jd.rpc_sync(1, square, args=(X,))
         jd.remote(1, square, args=(X,)).to_here()
-        assert ctx.tape.links.all() == []
+        assert ctx.tape.all_links() == []
         assert jd.rpc_sync(1, recorded_here, args=(ctx.id,)) == 0
         jax.grad(lambda x: jd.rpc_sync(1, square, args=(x,)).sum())(X)
         assert jd.rpc_sync(1, recorded_here, args=(ctx.id,)) == 1

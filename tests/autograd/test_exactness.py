@@ -26,7 +26,7 @@ def shared(x):
 
 def links_here(context):
     table = current_worker().scopes
-    return table.find(context).content(Tape).links.all() if context in table.identifiers() else []
+    return table.find(context).content(Tape).all_links() if context in table.identifiers() else []
 
 
 def crossings(ctx):

@@ -5,14 +5,12 @@ A bundle holds everything about its stops that is the same in every run of a ste
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from jdistgrad import events
 from jdistgrad.autograd.callee.orders import Orders
-from jdistgrad.autograd.callee.pullbacks import Map
-from jdistgrad.autograd.callee.recording import Lane, PullCall, RecordCall
-from jdistgrad.autograd.tape.links import Place
+from jdistgrad.autograd.callee.recording import Lane, LinearCall
 from jdistgrad.autograd.values.holes import Layout, is_array, split
 from jdistgrad.autograd.values.results import Uniform, as_jax, changed_structure, made
 from jdistgrad.rpc.futures import answer_of
@@ -41,9 +39,6 @@ class CallStop:
     references: bool = False  # whether there may be references among its arguments
     served_as = events.SERVE
 
-    def task(self, function: Any, numbers: Sequence[int], place: Place) -> Any:
-        return RecordCall(function, numbers[0], self.orders, place, self.lanes) if self.orders else function
-
     def run(self, task: Any, items: list[Any]) -> list[Any]:
         args, kwargs = self.arguments.fill(made(items))
         if not self.orders:
@@ -59,40 +54,6 @@ class CallStop:
 
 
 @dataclasses.dataclass(eq=False)
-class UseStop(CallStop):
-    """A stop that uses gradients: see ``Using``. It cannot be compiled: the gradients are in the tape."""
-
-    references: bool = True
-
-    def run(self, task: Any, items: list[Any]) -> list[Any]:
-        args, _ = self.arguments.fill(made(items))
-        return [task(*args)]
-
-
-@dataclasses.dataclass(eq=False)
-class PullStop:
-    """A stop that pulls a recorded pullback. ``order``: the number of the derivative.
-
-    ``call``: the turn of the stop that records the pullback, if that stop is in the same bundle.
-    """
-
-    what: str
-    order: int
-    live: tuple[int, ...]
-    last: bool
-    maps: tuple[Map, ...]
-    call: int | None = None
-    served_as = events.PULLBACK
-
-    def task(self, function: None, numbers: Sequence[int], place: Place) -> PullCall:
-        message, number = numbers
-        return PullCall(self.what, message, number, self.order, self.live, self.last, self.maps, place)
-
-    def run(self, task: PullCall, items: list[Any]) -> list[Any]:
-        return task(items)
-
-
-@dataclasses.dataclass(eq=False)
 class Bundle:
     """Stops, the sources of the items of each, and the arrays that go back.
 
@@ -100,7 +61,7 @@ class Bundle:
     user. ``compiled_forms``: the compiled forms made so far, by functions.
     """
 
-    stops: list[CallStop | PullStop]
+    stops: list[CallStop | LinearCall]
     sources: list[list[Source]]
     wanted: list[StopOutput]
     needed: frozenset[StopOutput]
@@ -111,7 +72,7 @@ class Bundle:
         return Bundle.of, (self.stops, self.sources, self.wanted)
 
     @classmethod
-    def of(cls, stops: list[CallStop | PullStop], sources: list[list[Source]], wanted: list[StopOutput]) -> "Bundle":
+    def of(cls, stops: list[CallStop | LinearCall], sources: list[list[Source]], wanted: list[StopOutput]) -> "Bundle":
         last = {one: turn for turn, used in enumerate(sources) for one in used if not isinstance(one, Uniform)}
         forgotten: list[list[int | StopOutput]] = [[] for _ in stops]
         for one, turn in last.items():
@@ -124,7 +85,7 @@ class Bundle:
     def is_closed(self) -> bool:
         """Return whether only arrays come and go and no recording is left: the bundle pulls everything it records."""
         recorded = {turn for turn, one in enumerate(self.stops) if isinstance(one, CallStop) and one.orders}
-        pulls = [one for one in self.stops if isinstance(one, PullStop)]
+        pulls = [one for one in self.stops if isinstance(one, LinearCall)]
         return (
             {one.call for one in pulls} == recorded
             and all(one.last for one in pulls)

@@ -23,7 +23,7 @@ from jdistgrad.autograd.values.holes import (
     is_differentiable,
     split,
 )
-from jdistgrad.autograd.values.typed import Around, ArraysOf, Typed
+from jdistgrad.autograd.values.typed import Around, ArraysOf, MadeOf, Typed
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
@@ -112,20 +112,16 @@ def differentiable_arrays(result: Any) -> list[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class PullbackOf(ServedFunction):
+class PullbackOf(MadeOf):
     """The pullback of the outermost derivative of a function.
 
     ``orders``: for each derivative, the leaves of the arguments it is taken of, by number. ``live``: the numbers of the
     results with a cotangent, among the results that have derivatives.
     """
 
-    function: Any
     orders: Orders
     live: tuple[int, ...]
-
-    @property
-    def label(self) -> str:
-        return f"the pullback of {describe(self.function)}"
+    title = "the pullback of {}"
 
     def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, *cotangents: Any) -> list[Any]:
         args = with_state_of(tag, self.function, args)
@@ -135,18 +131,14 @@ class PullbackOf(ServedFunction):
 
 
 @dataclasses.dataclass(frozen=True)
-class PushforwardOf(ServedFunction):
+class PushforwardOf(MadeOf):
     """The derivative along tangents, for the outermost derivative of a function: the transpose of its pullback.
 
     ``orders``: as for ``PullbackOf``.
     """
 
-    function: Any
     orders: Orders
-
-    @property
-    def label(self) -> str:
-        return f"the tangents of {describe(self.function)}"
+    title = "the tangents of {}"
 
     def __call__(self, tag: Any, args: Any, kwargs: Any, *tangents: Any) -> list[Any]:
         args = with_state_of(tag, self.function, args)
@@ -254,18 +246,14 @@ class Publishing(Around):
 
 
 @dataclasses.dataclass(frozen=True)
-class ShapesOf(ServedFunction):
+class ShapesOf(MadeOf):
     """A function that traces another where it would run, for the layout and shapes of its results.
 
     It takes references as such.
     """
 
-    function: Any
     takes_references = True
-
-    @property
-    def label(self) -> str:
-        return f"{describe(self.function)} (traced for the shapes of its results)"
+    title = "{} (traced for the shapes of its results)"
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
         layout, operands = split((args, kwargs), lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct))

@@ -7,6 +7,8 @@ same: JAX would differentiate that run by the custom rule.
 Also the errors of functions that JAX cannot trace.
 """
 
+import contextlib
+import dataclasses
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -81,14 +83,14 @@ WANT_VALUES = (
 OTHERS = {"jax", "jdistgrad", "jaxlib", "numpy", "contextlib", "functools"}
 
 
-class explained:  # noqa: N801 used like a function; a generator would add its frames to tracebacks
-    """A block that turns JAX's errors about a function that cannot be traced into one sentence, with the line."""
+@dataclasses.dataclass
+class explained(contextlib.AbstractContextManager[Any, None]):  # noqa: N801 used like a function
+    """A block that turns JAX's errors about a function that cannot be traced into one sentence, with the line.
 
-    def __init__(self, function: Any):
-        self._function = function
+    It is no generator, which would add its frames to tracebacks.
+    """
 
-    def __enter__(self) -> None:
-        pass
+    function: Any
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, WANT_VALUES):
@@ -98,7 +100,7 @@ class explained:  # noqa: N801 used like a function; a generator would add its f
         else:
             return
         raise DifferentiationError(
-            f"{describe(self._function)} cannot be traced: {_line(error)} {why}, but JAX traces a remote function that "
+            f"{describe(self.function)} cannot be traced: {_line(error)} {why}, but JAX traces a remote function that "
             "is differentiated or called in jit, without values. Compute with jax.numpy, put side effects into "
             "jax.debug.callback, give other callbacks a derivative (jax.custom_vjp), or call the function outside of "
             "grad and jit."

@@ -11,7 +11,7 @@ import numpy as np
 from jdistgrad import events
 from jdistgrad.autograd.callee.functions import Publishing
 from jdistgrad.autograd.callee.orders import Orders, named_among
-from jdistgrad.autograd.callee.pullbacks import Differentiated, Map, differentiate
+from jdistgrad.autograd.callee.pullbacks import Map, differentiate
 from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Target, mark, total
@@ -19,8 +19,9 @@ from jdistgrad.autograd.tape.links import Place, answer, next_message, next_plac
 from jdistgrad.autograd.tape.tape import Tape, current_tape, note_fetched
 from jdistgrad.autograd.values.holes import Layout, has_gradient, split
 from jdistgrad.autograd.values.results import as_jax
+from jdistgrad.autograd.values.typed import MadeOf
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.rref import ByReference, RRef
 
@@ -38,22 +39,17 @@ class Lane:
 
 
 @dataclasses.dataclass(frozen=True)
-class RecordCall(ServedFunction):
+class RecordCall(MadeOf):
     """A function that keeps its pullbacks in the tape. The orders name leaves of its arguments by number.
 
     It takes references as such: gradients of their values go to their owners.
     """
 
-    function: Any
     message: int
     orders: Orders
     place: Place
     lanes: tuple[Lane, ...] = ()  # added to wanted leaves in this order
     takes_references = True
-
-    @property
-    def label(self) -> str:
-        return describe(self.function)
 
     @property
     def recorded_as(self) -> int:
@@ -66,81 +62,42 @@ class RecordCall(ServedFunction):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
-            recording = Recording(self.function, Arguments(args, kwargs, self.orders, self.lanes))
+            recording = Recording(self.function, args, kwargs, self.orders, self.lanes)
             tape.recordings.keep(self.message, recording)
             if not isinstance(self.function, Publishing):
-                tape.links.note(answer(next_message(), self.message, self.label))
+                tape.links.append(answer(next_message(), self.message, self.label))
             return recording.result
-
-
-class Arguments:
-    """Arguments with references replaced by their values; the arrays of leaves that some order names are operands.
-
-    ``wanted``: for each leaf of each order, its reference (None for an array), and the number of its operands.
-    """
-
-    def __init__(self, args: Any, kwargs: Any, orders: Orders, lanes: tuple[Lane, ...]):
-        leaves, self._orders = list(trees.leaves((args, kwargs))), orders
-        self.operands: list[Any] = []
-        self._leaf_of: list[int] = []  # the leaf of each operand
-        fetched = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
-        values = {reference: future.result() for reference, future in fetched.items()}
-        named = {leaf for order in orders for leaf in order}
-        self._references = sum(isinstance(leaf, ByReference) for leaf in leaves)
-        holed, noted = [], set[RRef[Any]]()
-        for number, leaf in enumerate(leaves):
-            item = values[leaf] if isinstance(leaf, RRef) else leaf.rref if isinstance(leaf, ByReference) else leaf
-            holed.append(self._take(number, leaf, item, lanes) if number in named else item)
-            if number in named and isinstance(leaf, RRef) and leaf not in noted:
-                noted.add(leaf)
-                note_fetched(leaf.id, leaf.owner.rank)
-        self.wanted = [
-            [(leaves[k] if isinstance(leaves[k], RRef) else None, self._leaf_of.count(k)) for k in order]
-            for order in orders
-        ]
-        rest = iter(holed)
-        self.layout = Layout(trees.map_leaves(lambda _: next(rest), (args, kwargs)), ())
-
-    def _take(self, number: int, leaf: Any, item: Any, lanes: tuple[Lane, ...]) -> Any:
-        """Make operands of a leaf's value and add its lanes to them; return the tree with holes in their places."""
-        is_value = isinstance(leaf, RRef)
-        layout, operands = split(item, has_gradient) if is_value else split(item, lambda _: True)
-        self._references += is_value and layout.has_references
-        for lane in (one for one in lanes if one.leaf == number):
-            each = [(jnp.expand_dims(one, lane.axis), lane.shape(one.shape)) for one in operands]
-            operands = [jnp.broadcast_to(*one) for one in each]
-        self.operands += operands
-        self._leaf_of += [number] * len(operands)
-        return layout.tree
-
-    def differentiate(self, function: Any) -> Differentiated:
-        orders = named_among(self._leaf_of, self._orders)
-        references = self._references > (state_argument(function) is not None)
-        return differentiate(function, self.layout, self.operands, orders, references=references)
 
 
 class Recording:
     """A recorded call: its result, and everything its pullbacks need."""
 
-    def __init__(self, function: Any, arguments: Arguments):
-        self._wanted = arguments.wanted
+    def __init__(self, function: Any, args: Any, kwargs: Any, orders: Orders, lanes: tuple[Lane, ...]):
+        leaves = list(trees.leaves((args, kwargs)))
+        named = {leaf for order in orders for leaf in order}
+        holed, operands, leaf_of, references = _apart(leaves, named, lanes)
+        rest = iter(holed)
+        layout = Layout(trees.map_leaves(lambda _: next(rest), (args, kwargs)), ())
+        # For each leaf of each order, its reference (None for an array), and the number of its operands.
+        self._wanted = [
+            [(leaves[k] if isinstance(leaves[k], RRef) else None, leaf_of.count(k)) for k in order] for order in orders
+        ]
+        owned = function.owned() if isinstance(function, Publishing) else None
         self._published = function.id if isinstance(function, Publishing) else None
         inner = function.function if isinstance(function, Publishing) else function
-        if self._published is None:
-            self.derived = arguments.differentiate(inner)
-            self.result = self.derived.result
-        else:
-            owned, self.derived = function.owned(), arguments.differentiate(inner)
-            owned.value.set_result(self.derived.result)
+        has_references = references > (state_argument(inner) is not None)
+        self.derived = differentiate(inner, layout, operands, named_among(leaf_of, orders), references=has_references)
+        self.result = self.derived.result
+        if owned is not None:
+            owned.value.set_result(self.result)
             self.derived.result, self.result = None, NO_MARKS
-        self.state = self.derived.state
 
-    def pull(self, tape: Tape, pulled: "PullCall", cotangents: list[Any]) -> list[Any]:
+    def pull(self, tape: Tape, pulled: "LinearCall", live: tuple[int, ...], cotangents: list[Any]) -> list[Any]:
         """Return the cotangents of the order's leaves, given those of the live results.
 
         If the result was published, ``cotangents`` holds its handle's, and the gradient is taken from the ledger.
         """
-        live, maps = pulled.live, pulled.maps
+        maps = pulled.maps
         lanes = tuple(one.size for one in reversed(maps))
         if self._published is not None:
             marks = np.asarray(cotangents[0])
@@ -171,54 +128,71 @@ class Recording:
         return found
 
 
+def _apart(leaves: list[Any], named: set[int], lanes: tuple[Lane, ...]) -> tuple[list[Any], list[Any], list[int], int]:
+    """Take the arguments of a recorded call apart.
+
+    Returns:
+      The leaves, with values in place of references, and trees with holes in place of those that are named.
+      The arrays for these holes, which are the operands, with their lanes.
+      The leaf of each operand.
+      The number of references that are left.
+    """
+    fetched = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
+    values = {reference: future.result() for reference, future in fetched.items()}
+    holed, operands, leaf_of, noted = list[Any](), list[Any](), list[int](), set[RRef[Any]]()
+    references = sum(isinstance(leaf, ByReference) for leaf in leaves)
+    for number, leaf in enumerate(leaves):
+        is_value = isinstance(leaf, RRef)
+        item = values[leaf] if is_value else leaf.rref if isinstance(leaf, ByReference) else leaf
+        if number in named:
+            layout, found = split(item, has_gradient if is_value else lambda _: True)
+            item, references = layout.tree, references + (is_value and layout.has_references)
+            for lane in lanes:
+                if lane.leaf == number:
+                    each = [(jnp.expand_dims(one, lane.axis), lane.shape(one.shape)) for one in found]
+                    found = [jnp.broadcast_to(*one) for one in each]
+            operands += found
+            leaf_of += [number] * len(found)
+            if is_value and leaf not in noted:
+                noted.add(leaf)
+                note_fetched(leaf.id, leaf.owner.rank)
+        holed.append(item)
+    return holed, operands, leaf_of, references
+
+
 @dataclasses.dataclass(frozen=True)
-class PullCall(ServedFunction):
-    """A function that pulls a recorded call's pullback. Its argument: the cotangents of the live results."""
+class LinearCall(ServedFunction):
+    """A linear function that a recorded call holds: the pull of cotangents, or the push of tangents, its argument.
+
+    In a bundle, which is the same in every run, it has no message, number and place yet.
+    """
 
     what: str
-    message: int
-    number: int  # the id of the contributions it makes
-    order: int
-    live: tuple[int, ...]
-    last: bool
+    order: int  # the number of the derivative
+    live: tuple[int, ...] | None  # the results whose cotangents are pulled; None: it pushes tangents
     maps: tuple[Map, ...]
-    place: Place
-
-    served_as = events.PULLBACK
+    last: bool = False
+    call: int | None = None  # in a bundle, the turn of the stop that records the call, if it is there
+    message: int = 0  # that made the recording
+    number: int = 0  # the id of the contributions that a pull makes
+    place: Place = ()
 
     @property
     def label(self) -> str:
-        return f"the pullback of {self.what}"
+        return f"the {'tangents' if self.live is None else 'pullback'} of {self.what}"
+
+    @property
+    def served_as(self) -> str:
+        return events.SERVE if self.live is None else events.PULLBACK
 
     @property
     def recorded_as(self) -> int:
         return self.message
 
-    def __call__(self, cotangents: list[Any]) -> list[Any]:
+    def __call__(self, inputs: list[Any]) -> list[Any]:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
-            return tape.recordings.find(self.message, last=self.last).pull(tape, self, cotangents)
-
-
-@dataclasses.dataclass(frozen=True)
-class PushCall(ServedFunction):
-    """A function that pushes tangents through a recorded call. Its argument: the tangents of the order's leaves."""
-
-    what: str
-    message: int
-    order: int
-    maps: tuple[Map, ...]
-    place: Place
-
-    @property
-    def label(self) -> str:
-        return f"the tangents of {self.what}"
-
-    @property
-    def recorded_as(self) -> int:
-        return self.message
-
-    def __call__(self, tangents: list[Any]) -> list[Any]:
-        with serving(self.message, self.place):
-            tape = current_tape(lambda: self.label)
-            return tape.recordings.find(self.message, last=False).derived.push(self.order, tangents, self.maps)
+            recording: Recording = tape.recordings.find(self.message, last=self.last)
+            if self.live is None:
+                return recording.derived.push(self.order, inputs, self.maps)
+            return recording.pull(tape, self, self.live, inputs)

@@ -1,16 +1,18 @@
 """Runs of bundles on the worker they are sent to: as one compiled function where possible, else stop by stop."""
 
 import collections
+import dataclasses
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
 from jdistgrad import events
-from jdistgrad.autograd.callee.bundle import Bundle, PullStop
+from jdistgrad.autograd.callee.bundle import Bundle
 from jdistgrad.autograd.callee.pullbacks import Outputs
-from jdistgrad.autograd.callee.recording import Arguments, Recording
+from jdistgrad.autograd.callee.recording import LinearCall, RecordCall, Recording
 from jdistgrad.autograd.tape.links import Place, answer, next_message
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.primitive import has_wire
@@ -24,50 +26,53 @@ from jdistgrad.wire.arrays import ArrayBlock
 KEPT = 64  # compiled forms per bundle; compiling does not pay if the functions change every time
 
 
-class CompiledBundle:
-    """A bundle compiled together with its functions, once per shape."""
+Compiled = Callable[[list[Any]], list[Any] | None]  # from the items to the wanted arrays
 
-    def __init__(self, bundle: Bundle, functions: tuple[Any, ...]):
-        def run(items: list[Any]) -> Outputs:
-            recordings: dict[int | None, Recording] = {}
 
-            def stop(turn: int, items: list[Any]) -> list[Any]:
-                one, function = bundle.stops[turn], functions[turn]
-                if isinstance(one, PullStop):
-                    return recordings.pop(one.call).derived.pull(one.order, one.live, items, one.maps)
-                if not one.orders:
-                    return one.run(function, items)
-                args, kwargs = one.arguments.fill(made(items))
-                recordings[turn] = Recording(function, Arguments(args, kwargs, one.orders, one.lanes))
-                return one.arrays(recordings[turn].result)
+def compiled_bundle(bundle: Bundle, functions: tuple[Any, ...]) -> Compiled:
+    """Compile a bundle together with its functions, once per shape. Returns None if the stops must run one by one."""
 
-            return Outputs.of(bundle.walk(list(map(strong, items)), stop), items)
+    def run(items: list[Any]) -> Outputs:
+        recordings: dict[int | None, Recording] = {}
 
-        self._run = jax.jit(run)
-        self._fits: dict[Any, bool] = {}  # by the shapes and dtypes of the items
+        def stop(turn: int, items: list[Any]) -> list[Any]:
+            one, function = bundle.stops[turn], functions[turn]
+            if isinstance(one, LinearCall):
+                assert one.live is not None, "tangents are not pushed in bundles"
+                return recordings.pop(one.call).derived.pull(one.order, one.live, items, one.maps)
+            if not one.orders:
+                return one.run(function, items)
+            args, kwargs = one.arguments.fill(made(items))
+            recordings[turn] = Recording(function, args, kwargs, one.orders, one.lanes)
+            return one.arrays(recordings[turn].result)
 
-    def __call__(self, items: list[Any]) -> list[Any] | None:
+        return Outputs.of(bundle.walk(list(map(strong, items)), stop), items)
+
+    jitted = jax.jit(run)
+    fits: dict[Any, bool] = {}  # by the shapes and dtypes of the items
+
+    def run_at_once(items: list[Any]) -> list[Any] | None:
         kinds = tuple([(one.shape, one.dtype) for one in items])
-        fits = self._fits.get(kinds)
-        if fits is None:
+        if kinds not in fits:
             try:
-                traced = self._run.trace(items).jaxpr
-                fits = not traced.effects and not has_wire(traced.jaxpr)
+                traced = jitted.trace(items).jaxpr
+                fits[kinds] = not traced.effects and not has_wire(traced.jaxpr)
             except Exception:  # run stop by stop, the bundle will raise this error at the stop that causes it
-                fits = False
-            self._fits[kinds] = fits
-        return self._run(items).filled(items) if fits else None
+                fits[kinds] = False
+        return jitted(items).filled(items) if fits[kinds] else None
+
+    return run_at_once
 
 
 class CompiledBundles:
     """An LRU cache of one bundle's compiled forms. Entries keep their functions alive."""
 
     def __init__(self) -> None:
-        self._found: collections.OrderedDict[tuple[int, ...], CompiledBundle] = collections.OrderedDict()
+        self._found: collections.OrderedDict[tuple[int, ...], Compiled] = collections.OrderedDict()
         self._made = self._used = 0
         self._lock = threading.Lock()
 
-    def of(self, bundle: Bundle, functions: list[Any]) -> CompiledBundle | None:
+    def of(self, bundle: Bundle, functions: list[Any]) -> Compiled | None:
         """Return the compiled form for these functions, or None if most functions come only once."""
         key = tuple(map(id, functions))
         with self._lock:
@@ -77,7 +82,7 @@ class CompiledBundles:
                 self._found.move_to_end(key)
             elif self._made < KEPT or self._used > 2 * self._made:
                 self._made += 1
-                found = self._found[key] = CompiledBundle(bundle, tuple(functions))
+                found = self._found[key] = compiled_bundle(bundle, tuple(functions))
                 if len(self._found) > KEPT:
                     self._found.popitem(last=False)
             return found
@@ -87,8 +92,8 @@ def at_once(bundle: Bundle, functions: list[Any], items: list[Any]) -> list[Any]
     """Run a bundle as one compiled function and return the wanted arrays; None if the stops must run one by one."""
     if bundle.compiled_forms is None:
         bundle.compiled_forms = CompiledBundles()
-    compiled = bundle.compiled_forms.of(bundle, functions)
-    return None if compiled is None else compiled(items)
+    run = bundle.compiled_forms.of(bundle, functions)
+    return None if run is None else run(items)
 
 
 class BundleRun(ServedFunction):
@@ -157,14 +162,14 @@ class BundleRun(ServedFunction):
             each = zip(self._functions, self._numbers, strict=True)
             answers = [(next_message(), mine[0], function) for function, mine in each if function is not None and mine]
             links = current_tape(lambda: self.label).links
-            links.note(lambda: [answer(message, call, describe(function)) for message, call, function in answers])
+            links.append(lambda: [answer(message, call, describe(function)) for message, call, function in answers])
         return found
 
     def _stop(self, turn: int, items: list[Any]) -> list[Any]:
         self._running = turn
-        task, since, failed = self._task(turn), time.monotonic(), True
+        stop, task, since, failed = self._bundle.value.stops[turn], self._task(turn), time.monotonic(), True
         try:
-            arrays = self._bundle.value.stops[turn].run(task, items)
+            arrays = task(items) if isinstance(stop, LinearCall) else stop.run(task, items)
             if self._looks_for_failure:
                 jax.block_until_ready(arrays)
             failed = False
@@ -174,7 +179,12 @@ class BundleRun(ServedFunction):
                 task_served(task, current_worker().info, since, failed=failed)
 
     def _task(self, turn: int) -> Any:
-        return self._bundle.value.stops[turn].task(self._functions[turn], self._numbers[turn], (*self._place, turn))
+        """Return the function that the operation of a stop sends if it is alone."""
+        stop, numbers, place = self._bundle.value.stops[turn], self._numbers[turn], (*self._place, turn)
+        if isinstance(stop, LinearCall):
+            return dataclasses.replace(stop, message=numbers[0], number=numbers[1], place=place)
+        function = self._functions[turn]
+        return RecordCall(function, numbers[0], stop.orders, place, stop.lanes) if stop.orders else function
 
 
 OWN.add(BundleRun)

@@ -13,7 +13,7 @@ from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import Lane, RecordCall
 from jdistgrad.autograd.callee.state import state_argument
-from jdistgrad.autograd.tape.links import next_message, next_place
+from jdistgrad.autograd.tape.links import Link, cause, next_message, next_place
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, ReferenceHole, is_differentiable
 from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Operation, Shapes, Started
@@ -79,7 +79,7 @@ class Call(Operation):
         """Return the function to send so that its pullback is kept, and the context and message ids to find it by."""
         what = describe(self.function)
         message, tape = next_message(), current_tape(lambda: f"{what} on worker {self.to}")
-        tape.links.add(message, self.to, what)
+        tape.links.append(Link(message, current_worker().rank, self.to, what, caused_by=cause()))
         scope = current_scope()
         assert scope is not None
         return RecordCall(function, message, self.leaves(), next_place(), self.lanes), (scope.id, message)
@@ -93,9 +93,6 @@ class Call(Operation):
     def stop(self) -> CallStop:
         count, references = len(self.results.shapes), self.arguments.has_references
         return CallStop(self.arguments.emptied(), self.leaves(), self.lanes, count, references)
-
-    def items(self) -> list[Any]:
-        return self.arguments.items()
 
     def patience(self, default: float) -> float:
         return default if self.timeout is None else self.timeout
@@ -152,8 +149,7 @@ class Call(Operation):
         behind = (dataclasses.replace(one, axis=one.axis + (one.leaf in given)) for one in self.lanes)
         lanes = (*behind, *(Lane(where, 0, size) for where in spread))
         call = dataclasses.replace(self, function=function, results=Results(self.results), lanes=lanes)
-        plain = 1 if self.orders else 0
-        return Batched(call, lambda count: [k >= plain for k in range(count)])
+        return call, (0,) if self.orders else (), ()
 
 
 def where() -> str:

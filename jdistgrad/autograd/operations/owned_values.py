@@ -6,6 +6,8 @@ contributions. JAX adds them up: the sum tells the owner how many contributions 
 """
 
 import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +16,7 @@ import numpy as np
 
 from jdistgrad.autograd.tape.contributions import accept, arrays_of_value, take, value_layout
 from jdistgrad.autograd.tape.ledger import Contribution, mark
-from jdistgrad.autograd.tape.links import next_place
+from jdistgrad.autograd.tape.links import gradient_link, next_place
 from jdistgrad.autograd.tape.tape import current_tape, next_number, note_fetched
 from jdistgrad.autograd.values.holes import Layout, arrays_of, reference_of
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
@@ -63,25 +65,21 @@ def send(requests: Sequence[Request]) -> list[Started]:
         ]
         args = (values, bare, parts, tasks)
         future = current_worker().rpc_async(requests[0].to, serve_requests, args, {}, None)
-    asking = [one for one in requests if one.task is not None]
-    places = {id(one): len(values) + turn for turn, one in enumerate(asking)}
-    places |= {id(one): values.index(one.value) for one in requests if one.value is not None}
-    return [Started(future, _Part(one, places.get(id(one))), one.known) for one in requests]
+    task_places = itertools.count(len(values))
+    started = []
+    for one in requests:
+        place = next(task_places) if one.task is not None else None if one.value is None else values.index(one.value)
+        started.append(Started(future, functools.partial(_finished, one, place), one.known))
+    return started
 
 
-@dataclasses.dataclass
-class _Part:
-    """A request's part of the answer, by its place among what was asked for; None: no arrays."""
-
-    request: Request
-    place: int | None
-
-    def __call__(self, answer: tuple[list[int], list[Any]]) -> list[Any]:
-        if self.place is None:
-            return self.request.finish([])
-        counts, arrays = answer
-        start = sum(counts[: self.place])
-        return self.request.finish(list(arrays[start : start + counts[self.place]]))
+def _finished(request: Request, place: int | None, answer: tuple[list[int], list[Any]]) -> list[Any]:
+    """Finish a request with its part of the answer, by its place among what was asked for; None: no arrays."""
+    if place is None:
+        return request.finish([])
+    counts, arrays = answer
+    start = sum(counts[:place])
+    return request.finish(list(arrays[start : start + counts[place]]))
 
 
 def serve_requests(
@@ -196,7 +194,7 @@ class Put(Operation):
         if self.owner == current_worker().rank:
             return None
         identifier, contribution, outputs = self._made(operands)
-        current_tape(lambda: "a gradient").links.add_gradient(contribution.number, self.owner, identifier)
+        current_tape(lambda: "a gradient").links.append(gradient_link(contribution.number, self.owner, identifier))
         return Request(self.owner, None, (self.kind, identifier, contribution), lambda _: [], outputs)
 
     def _made(self, operands: Sequence[Any]) -> tuple[int, Contribution, list[Any]]:
@@ -211,8 +209,7 @@ class Put(Operation):
         return [jax.ShapeDtypeStruct((*self.lanes, *NO_MARKS.shape), NO_MARKS.dtype), TOKEN_SHAPE]
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        put = dataclasses.replace(self, lanes=(size, *self.lanes))
-        return Batched(put, lambda count: [True, False], range(1, len(batched)))
+        return dataclasses.replace(self, lanes=(size, *self.lanes)), (1,), range(1, len(batched))
 
 
 @dataclasses.dataclass(eq=False)
@@ -258,5 +255,4 @@ class Take(Operation):
         return [*(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves), TOKEN_SHAPE]
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        take = dataclasses.replace(self, lanes=(size, *self.lanes))
-        return Batched(take, lambda count: [True] * (count - 1) + [False])
+        return dataclasses.replace(self, lanes=(size, *self.lanes)), (len(self.leaves),), ()

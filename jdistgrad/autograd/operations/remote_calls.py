@@ -16,7 +16,8 @@ from jdistgrad.autograd.operations.owned_values import Take
 from jdistgrad.autograd.tape.ledger import REFERENCE
 from jdistgrad.autograd.tape.tape import current_tape, replaying
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Operation, Shapes, Started
-from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.autograd.values.typed import MadeOf
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.claims import WHOLE
 from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.worker import current_worker
@@ -70,15 +71,11 @@ class CallRemote(Call):
 
 
 @dataclasses.dataclass(frozen=True)
-class PullbackAtOwner(ServedFunction):
+class PullbackAtOwner(MadeOf):
     """The pullback of a function whose result stayed here. The result's cotangent is taken from the owner's ledger."""
 
-    function: Any
     orders: Orders
-
-    @property
-    def label(self) -> str:
-        return f"the pullback of {describe(self.function)}"
+    title = "the pullback of {}"
 
     def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, handle: Any) -> list[Any]:
         args = with_state_of(tag, self.function, args)

@@ -22,7 +22,7 @@ from jdistgrad.autograd.operations.pulls import DrawNumber, Linear, Pull, Push
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN
 from jdistgrad.autograd.values.holes import is_differentiable
-from jdistgrad.autograd.values.primitive import as_array, evaluate, of_each_device, untied, wire_p
+from jdistgrad.autograd.values.primitive import as_array, evaluate, of_each_device, untied_p, wire_p
 from jdistgrad.errors import DifferentiationError
 
 
@@ -48,7 +48,8 @@ def with_pullback(primal: Callable[..., Any], forward: Callable[..., Any], backw
     def apply(*operands: Any) -> Any:
         try:
             found = rule(*of_each_device(None, operands))
-            return tuple(one if is_differentiable(one) else untied(one) for one in found)
+            loose = [isinstance(one, jax.core.Tracer) and not is_differentiable(one) for one in found]
+            return tuple(untied_p.bind(one) if cut else one for one, cut in zip(found, loose, strict=True))
         except TypeError as error:
             if "forward-mode" not in str(error):
                 raise
@@ -105,7 +106,7 @@ def _pushed_through(
     else:
         recording = operation.functional().recording(perturbed)
     outputs = with_tangents(recording)(*given)
-    push = Push(recording.released())
+    push = Push(recording.released(), recording.orders[-1])
     moved = with_tangents(push)(outputs[0], *given, *(tangents[k] for k in perturbed))
     if not (isinstance(operation, Call) and operation.orders):
         outputs = outputs[1:]  # without the tag
@@ -140,7 +141,7 @@ def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: 
 def _derivative_in_batches(operation: Linear, operands: Sequence[Any], tangents: Mapping[int, Any]) -> Any:
     """Differentiate a linear function in batches as JAX does: the function for one element, mapped over the batches."""
     alone = with_tangents(dataclasses.replace(operation, maps=(), batches=()))
-    function = operation.over_batches(alone, operation.inputs_in_batches(), operation.outputs_in_batches())
+    function = operation.over_batches(alone, operation)
 
     def of_perturbed(perturbed: Mapping[int, Any]) -> list[Any]:
         return list(function(*(perturbed.get(k, one) for k, one in enumerate(operands))))
@@ -161,15 +162,13 @@ def _transposed(cotangents: Sequence[Any], *operands: Any, operation: Any) -> li
     transpose: Pull | Push
     if isinstance(operation, Push):
         live = tuple(k for k, one in enumerate(cotangents) if not isinstance(one, ad.Zero))
-        transpose, parts = operation.transposed(live), [cotangents[k] for k in live]
+        transpose, parts = Pull(operation.call, live), [cotangents[k] for k in live]
     else:
-        transpose, parts = operation.transposed(), list(map(ad.instantiate_zeros, cotangents))
-    function = operation.over_batches(
-        with_tangents(transpose), transpose.inputs_in_batches(), transpose.outputs_in_batches()
-    )
-    found = function(*given, *parts)
+        transpose = Push(operation.call, operation.call.orders[-1])
+        parts = list(map(ad.instantiate_zeros, cotangents))
+    found = operation.over_batches(with_tangents(transpose), transpose)(*given, *parts)
     if isinstance(operation, Pull):
-        found = [found[k] for k in operation.live]
+        found = [found[k] for k in operation.numbers]
     summed = [operation.summed(k, one) for k, one in enumerate(found)]
     return [*(None for _ in given), *map(_placed_like, operands[len(given) :], summed)]
 

@@ -7,13 +7,12 @@ import dataclasses
 import functools
 import pickle
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-import jax
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.callee.bundle import UseStop
+from jdistgrad.autograd.callee.bundle import CallStop
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Request
 from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Marks, Target, total
@@ -21,28 +20,24 @@ from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.autograd.values.primitive import Batched, Started, bind
 from jdistgrad.autograd.values.results import Results
+from jdistgrad.autograd.values.typed import MadeOf
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.by_value import OWN
-from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 
 
 @dataclasses.dataclass(frozen=True)
-class Using(ServedFunction):
+class Using(MadeOf):
     """A function of the gradients of some values, which waits until all contributions to them have come.
 
     Its first argument holds for each value the marks of these contributions, in parts to be added up. The contributions
     stay in the ledger. The function is one of this package: it is encoded once.
     """
 
-    function: Any
     references: tuple[int, ...]
     values: tuple[str, ...]  # the references, in words
-
-    @property
-    def label(self) -> str:
-        return describe(self.function)
 
     @functools.cached_property
     def stream(self) -> bytes:
@@ -111,15 +106,6 @@ def kept() -> Iterator[Kept]:
         _kept.reset(token)
 
 
-class Usable(Protocol):
-    """A function of gradients: the shape of the array that it returns, and whether it changes values of its owner."""
-
-    result: jax.ShapeDtypeStruct
-    changes: bool
-
-    def __call__(self, gradients: list[list[Any]], *others: Any) -> Any: ...
-
-
 @dataclasses.dataclass(eq=False)
 class Use(Call):
     """A call of a function of the gradients of some values on their owner. It returns one array.
@@ -158,8 +144,8 @@ class Use(Call):
         found: list[Marks] = self.function.summed([[next(rest) for _ in range(count)] for count in self.parts])
         return found
 
-    def stop(self) -> UseStop:
-        return UseStop(self.arguments.emptied(), (), (), 1)
+    def stop(self) -> CallStop:
+        return CallStop(self.arguments.emptied(), (), (), 1, references=True)  # the gradients are in the owner's tape
 
     def in_parts(self, parts: Sequence[int]) -> "Use":
         others = len(self.arguments.positions) - sum(self.parts)
@@ -182,11 +168,12 @@ def _arguments(parts: Sequence[int], others: int) -> Layout:
     return Layout(tree, tuple(range(sum(parts) + others)))
 
 
-def use(function: Usable, gradients: Sequence[tuple[RRef[Any], Any]], others: Sequence[Any]) -> tuple[Use, list[Any]]:
+def use(function: Any, gradients: Sequence[tuple[RRef[Any], Any]], others: Sequence[Any]) -> tuple[Use, list[Any]]:
     """Return the use of gradients of values of one owner, and its operands.
 
     Arguments:
-      function: what the owner runs, with a list of the gradients and with ``others``.
+      function: what the owner runs, with a list of the gradients and with ``others``. It tells the shape of the array
+        that it returns (``result``), and whether it changes values of its owner (``changes``).
       gradients: the references, each with the marks of its contributions.
       others: arrays.
     """

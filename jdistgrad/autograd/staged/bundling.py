@@ -14,8 +14,9 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from jdistgrad.autograd.callee.bundle import Bundle, CallStop, PullStop, Source, StopOutput
+from jdistgrad.autograd.callee.bundle import Bundle, CallStop, Source, StopOutput
 from jdistgrad.autograd.callee.functions import is_pure
+from jdistgrad.autograd.callee.recording import LinearCall
 from jdistgrad.autograd.callee.run_bundle import BundleRun
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
@@ -32,28 +33,12 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token, from_token
 
-Numbers = tuple[int, ...]
+Member = tuple[Call | Pull, tuple[Source, ...]]  # with the sources of its operands; an int: an operand of the bundle
 
 
-@dataclasses.dataclass(frozen=True)
-class CallerStop:
-    """An operation of a bundle, with the sources of its operands. An int is the number of an operand of the bundle."""
-
-    operation: Call | Pull
-    sources: tuple[Source, ...]
-
-    @property
-    def records(self) -> bool:
-        """Return whether the operation is recorded: its first output is then a tag, known before it is sent."""
-        return isinstance(self.operation, Call) and bool(self.operation.orders)
-
-    def numbers(self, operands: Sequence[Any], before: Sequence[Numbers]) -> Numbers:
-        """Return the id of the message a call records, or the ids of the message and the contributions of a pull."""
-        if isinstance(self.operation, Call):
-            return (next_message(),) if self.records else ()
-        tag = self.sources[0]
-        assert not isinstance(tag, Uniform)
-        return before[tag.turn][0] if isinstance(tag, StopOutput) else from_token(operands[tag])[1], next_number()
+def records(operation: Call | Pull) -> bool:
+    """Return whether an operation is a recorded call: its first output is then a tag, known before it is sent."""
+    return isinstance(operation, Call) and bool(operation.orders)
 
 
 @dataclasses.dataclass(eq=False)
@@ -61,77 +46,80 @@ class BundleCall:
     """A row of operations on one worker as one operation. Each member needs the member before.
 
     Its outputs are the members' outputs that are wanted outside the bundle, those known before the answer first.
+    ``where``: the places of the operations in the user's program. ``states``: what identifies the states they change.
     """
 
     to: int
-    members: tuple[CallerStop, ...]
+    members: list[Member]
     wanted: tuple[StopOutput, ...]
 
+    def __post_init__(self) -> None:
+        self.operations = [operation for operation, _ in self.members]
+        self.where = "; ".join(dict.fromkeys(one.where for one in self.operations))
+        calls = [one for one in self.operations if isinstance(one, Call)]
+        self.states = [one.state for one in calls if one.state is not None]
+        self._functions = [getattr(one, "function", None) for one in self.operations]
+
     def __str__(self) -> str:
-        return "\n     then    ".join(str(member.operation) for member in self.members)
-
-    @property
-    def where(self) -> str:
-        return "; ".join(dict.fromkeys(member.operation.where for member in self.members))
-
-    @property
-    def states(self) -> list[Any]:
-        calls = [one.operation for one in self.members if isinstance(one.operation, Call)]
-        return [one.state for one in calls if one.state is not None]
+        return "\n     then    ".join(map(str, self.operations))
 
     @functools.cached_property
     def outline(self) -> tuple[Cached[Bundle], list[Any], list[int]]:
         """Return what is the same in every run: the bundle, the items to bring, and the turns of the wanted tags."""
-        brought, sources, stops = list[Any](), list[list[Source]](), list[CallStop | PullStop]()
+        brought, sources, stops = list[Any](), list[list[Source]](), list[CallStop | LinearCall]()
 
         def answered(one: StopOutput) -> StopOutput:
             """Renumber an output as the callee counts them: without the tag of a recorded call."""
-            return StopOutput(one.turn, one.number - self.members[one.turn].records)
+            return StopOutput(one.turn, one.number - records(self.operations[one.turn]))
 
-        for member in self.members:
-            stop = member.operation.stop()
-            if isinstance(stop, PullStop) and isinstance(tag := member.sources[0], StopOutput):
+        for operation, mine in self.members:
+            stop: CallStop | LinearCall = operation.stop()
+            if isinstance(stop, LinearCall) and isinstance(tag := mine[0], StopOutput):
                 stop = dataclasses.replace(stop, call=tag.turn)
             stops.append(stop)
             sources.append([])
-            for item in member.operation.items():
-                source = _source(item, member.sources)
+            if isinstance(operation, Call):
+                items = operation.arguments.items()
+            else:  # the cotangents, which follow the tag
+                items = [Operand(Hole(), (1 + k,)) for k in range(operation.inputs)]
+            for item in items:
+                source = _source(item, mine)
                 if isinstance(source, StopOutput):
                     source = answered(source)
                 elif not isinstance(source, Uniform):
                     source = _place_among(brought, source)
                 sources[-1].append(source)
-        tags = [one for one in self.wanted if one.number == 0 and self.members[one.turn].records]
+        tags = [one for one in self.wanted if one.number == 0 and records(self.operations[one.turn])]
         bundle = Bundle.of(stops, sources, [answered(one) for one in self.wanted if one not in tags])
         return from_cache(Cached(bundle).stream), brought, [one.turn for one in tags]  # one for all equal bundles
 
-    @functools.cached_property
-    def functions(self) -> list[Any]:
-        return [getattr(member.operation, "function", None) for member in self.members]
-
     def start(self, operands: Sequence[Any]) -> Started:
         worker, scope, (bundle, brought, tags) = current_worker(), current_scope(), self.outline
-        numbers = list[Numbers]()
-        for member in self.members:
-            numbers.append(member.numbers(operands, numbers))
+        numbers = list[tuple[int, ...]]()  # of each member's message, and of the contributions of a pull
+        for operation, sources in self.members:
+            if isinstance(operation, Call):
+                numbers.append((next_message(),) if operation.orders else ())
+            else:
+                tag = sources[0]
+                assert not isinstance(tag, Uniform)
+                message = numbers[tag.turn][0] if isinstance(tag, StopOutput) else from_token(operands[tag])[1]
+                numbers.append((message, next_number()))
         if any(numbers):
-            by = cause()
-
-            def links() -> list[Link]:
-                found = []
-                for member, mine in zip(self.members, numbers, strict=True):
-                    one = member.operation
-                    call = one.call if isinstance(one, Pull) else one
-                    if mine:
-                        found.append(Link(mine[0], worker.rank, self.to, describe(call.function), one is not call, by))
-                return found
-
-            current_tape(lambda: str(self.members[0].operation)).links.note(links)
+            links = functools.partial(self._links, numbers, worker.rank, cause())
+            current_tape(lambda: str(self.operations[0])).links.append(links)
         items = [one.of(operands) if isinstance(one, Operand) else one for one in brought]
-        run = BundleRun(bundle, self.functions, numbers, next_place(), items)
-        patience = sum(member.operation.patience(worker.timeout) for member in self.members)
+        run = BundleRun(bundle, self._functions, numbers, next_place(), items)
+        patience = sum(one.patience(worker.timeout) for one in self.operations)
         future = worker.rpc_async(self.to, run, (), {}, patience)
         return Started(future, list, [as_token(scope.id, numbers[turn][0]) for turn in tags] if scope else [])
+
+    def _links(self, numbers: Sequence[tuple[int, ...]], here: int, by: int | None) -> list[Link]:
+        found = []
+        for one, mine in zip(self.operations, numbers, strict=True):
+            call = one if isinstance(one, Call) else one.call
+            if mine:
+                found.append(Link(mine[0], here, self.to, describe(call.function), one is not call, by))
+        return found
 
 
 def _place_among(brought: list[Any], item: Any) -> int:
@@ -160,7 +148,8 @@ LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig",
 def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
     """Replace each row of operations that can share a message by one equation."""
     answers, taken = Answers.needed(equations), set[int]()
-    pulls, uses = _places(equations, Pull), _places(equations, Use)
+    pulls = {k for k, one in enumerate(equations) if isinstance(one.operation, Pull)}
+    uses = {k for k, one in enumerate(equations) if isinstance(one.operation, Use)}
     calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
     tags = {equations[k].outputs[0] for k in calls}
     # Operations that wait for nothing when they are served: plain calls, and their pulls.
@@ -175,10 +164,6 @@ def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list
                 bundles.append([equations[k] for k in members])
     alone = [equation for k, equation in enumerate(equations) if k not in taken]
     return in_order([*alone, *(_bundle(members, equations, outputs) for members in bundles)])
-
-
-def _places(equations: Sequence[Equation], kind: type) -> set[int]:
-    return {k for k, one in enumerate(equations) if isinstance(one.operation, kind)}
 
 
 def _is_plain(call: Call) -> bool:
@@ -253,7 +238,7 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
     """Make one equation of a row of operations."""
     sources, made = dict[Atom, Source](), dict[Atom, StopOutput]()
     inputs: list[Atom] = []
-    parts = []
+    parts = list[Member]()
     for turn, equation in enumerate(members):
         for atom in equation.inputs:
             if atom not in sources and atom in equation.fills:
@@ -261,13 +246,14 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
             elif atom not in sources:
                 sources[atom] = len(inputs)
                 inputs.append(equation.weaker.get(atom, atom))  # the callee removes the weak type
-        parts.append(CallerStop(equation.operation, tuple(sources[atom] for atom in equation.inputs)))
+        parts.append((equation.operation, tuple(sources[atom] for atom in equation.inputs)))
         made |= {output: StopOutput(turn, k) for k, output in enumerate(equation.outputs)}
         sources |= made
     used = {variable for one in equations if one not in members for variable in one.variables()}
     used.update(atom for atom in outputs if isinstance(atom, int))
     given = [output for equation in members for output in equation.outputs if output in used]
-    given.sort(key=lambda output: made[output].number > 0 or not parts[made[output].turn].records)  # known tags first
+    known = {output for output in given if made[output].number == 0 and records(members[made[output].turn].operation)}
+    given.sort(key=lambda output: output not in known)  # tags first
     wanted = tuple(made[output] for output in given)
     after = tuple(variable for equation in members for variable in equation.after if variable not in made)
-    return Equation(inputs, given, None, BundleCall(target(members[0].operation), tuple(parts), wanted), after=after)
+    return Equation(inputs, given, None, BundleCall(target(members[0].operation), parts, wanted), after=after)

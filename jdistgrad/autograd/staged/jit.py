@@ -117,7 +117,7 @@ class Step:
         with kept() as self._uses:
             traced = lowered(jax.make_jaxpr(flat)(*leaves))
         self.plan = cut(traced, [one for one, _ in self._uses])
-        self._prepared = Prepared.of(self.plan)
+        self._prepared = Prepared(self.plan)
         arguments = jax.tree.leaves(jax.tree.unflatten(structure, leaves), is_leaf=_is_gradient)
         self._takes_gradients = any(map(_is_gradient, arguments))
         inner = operations_in(one.eqn for unit in self.plan.units for one in unit.equations if one.eqn is not None)
@@ -151,7 +151,7 @@ def _is_gradient(leaf: Any) -> bool:
 
 def _needs_context(operation: Any) -> bool:
     if isinstance(operation, BundleCall):
-        return any(_needs_context(member.operation) for member in operation.members)
+        return any(map(_needs_context, operation.operations))
     return isinstance(operation, CallRemote | Use) or (isinstance(operation, Call) and bool(operation.orders))
 
 

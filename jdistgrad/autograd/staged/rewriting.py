@@ -147,8 +147,10 @@ def constants_known(equations: Sequence[Equation]) -> list[Equation]:
             _evaluate(equation, [atom.value for atom in inputs if isinstance(atom, Constant)], numbers, filled)
         elif _only_strengthens(equation):
             weaker[equation.outputs[0]] = weaker.get(renamed.inputs[0], renamed.inputs[0])
-    sizes = {atom: one.value.nbytes * math.prod(one.shape) for atom, one in filled.items()}
-    small = numbers | {atom: Constant(one.make(np)) for atom, one in filled.items() if sizes[atom] <= SMALL}
+    small = dict(numbers)
+    for atom, one in filled.items():
+        if one.value.nbytes * math.prod(one.shape) <= SMALL:
+            small[atom] = Constant(np.full(one.shape, one.value))
     found = []
     for equation in kept:
         if equation.operation is not None:

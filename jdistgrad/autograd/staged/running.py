@@ -2,7 +2,6 @@
 
 import collections
 import concurrent.futures
-import dataclasses
 import heapq
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,6 @@ from jdistgrad.rpc.worker import current_worker, find_worker
 from jdistgrad.wire.arrays import ALIAS_FROM, as_jax_array
 
 
-@dataclasses.dataclass(frozen=True)
 class Prepared:
     """A plan, ready to run any number of times.
 
@@ -38,32 +36,23 @@ class Prepared:
       follows: by unit with a use of gradients, the variables it waits for only to keep the program's order.
     """
 
-    plan: Plan
-    functions: Sequence[Callable[..., list[Any]] | None]
-    variables: Sequence[Sequence[int]]
-    users: Mapping[int, Sequence[int]]
-    missing: Sequence[int]
-    uses: Mapping[int, int]
-    follows: Mapping[int, frozenset[int]]
-
-    @classmethod
-    def of(cls, plan: Plan) -> "Prepared":
-        functions = [None if unit.operation else compiled(unit) for unit in plan.units]
-        variables = [list(dict.fromkeys(unit.variables())) for unit in plan.units]
-        users: dict[int, list[int]] = {}
-        for number, needed in enumerate(variables):
+    def __init__(self, plan: Plan):
+        self.plan = plan
+        self.functions = [None if unit.operation else compiled(unit) for unit in plan.units]
+        self.variables = [list(dict.fromkeys(unit.variables())) for unit in plan.units]
+        self.users: dict[int, list[int]] = {}
+        for number, needed in enumerate(self.variables):
             for variable in needed:
-                users.setdefault(variable, []).append(number)
+                self.users.setdefault(variable, []).append(number)
         made = {output for unit in plan.units for output in unit.outputs}
-        uses = collections.Counter({variable: len(numbers) for variable, numbers in users.items()})
-        uses.update(atom for atom in plan.outputs if isinstance(atom, int))
-        missing = [len(made.intersection(one)) for one in variables]
-        follows = {
+        self.uses = collections.Counter({variable: len(numbers) for variable, numbers in self.users.items()})
+        self.uses.update(atom for atom in plan.outputs if isinstance(atom, int))
+        self.missing = [len(made.intersection(one)) for one in self.variables]
+        self.follows = {
             number: frozenset(unit.after).difference(unit.inputs)
             for number, unit in enumerate(plan.units)
             if isinstance(unit.operation, Use | BundleCall) and unit.after
         }
-        return cls(plan, functions, variables, users, missing, uses, follows)
 
 
 class Run:
@@ -77,6 +66,7 @@ class Run:
         self._sends: collections.deque[int] = collections.deque()
         self._pieces: list[int] = []  # a heap: units are numbered by urgency
         self._under_way: dict[concurrent.futures.Future[Any], list[tuple[int, Started]]] = {}
+        self._current: Any = None  # the operation that is started or finished
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._ready(number)
@@ -91,16 +81,19 @@ class Run:
                     self._compute(heapq.heappop(self._pieces))
                 else:
                     self._receive()
-        except BaseException:
+        except BaseException as error:
             for future in self._under_way:
                 future.cancel()
+            where = getattr(self._current, "where", None)
+            if where and isinstance(error, Exception):
+                error.add_note(f"called at {where}, in a step staged by jdistgrad.jit")
             raise
         return _as_jax(
             [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in self._plan.outputs]
         )
 
     def _compute(self, number: int) -> None:
-        start, function = time.monotonic(), self._prepared.functions[number]
+        self._current, start, function = None, time.monotonic(), self._prepared.functions[number]
         assert function is not None, "an operation is sent, not computed"
         outputs = function(*self._take(number))
         if events.sink is not None:
@@ -134,7 +127,8 @@ class Run:
                 if isinstance(array := self._values.get(variable), jax.Array):
                     array.block_until_ready()  # the piece may be under way
             operation, operands = self._plan.units[number].operation, [as_array(one) for one in self._take(number)]
-            with _explained(operation), at_place((*self._place, number)):
+            self._current = operation
+            with at_place((*self._place, number)):
                 request = operation.request(operands) if isinstance(operation, Fetch | Put | Use) else None
                 if request is None:
                     started = operation.start(operands)
@@ -144,8 +138,8 @@ class Run:
                     requests.setdefault(request.to, []).append((number, request))
                     self._done(number, request.known)
         for group in requests.values():
-            with _explained(self._plan.units[group[0][0]].operation):
-                sent = send([request for _, request in group])
+            self._current = self._plan.units[group[0][0]].operation
+            sent = send([request for _, request in group])
             for (number, _), started in zip(group, sent, strict=True):
                 self._await(number, started)
 
@@ -168,7 +162,7 @@ class Run:
             self._under_way.setdefault(started.future, []).append((number, started))
 
     def _receive(self) -> None:
-        futures = list(self._under_way)
+        self._current, futures = None, list(self._under_way)
         if len(futures) > 1:
             current_worker().transport.wait_for(futures, None)
             futures = [future for future in futures if future.done()]
@@ -176,9 +170,9 @@ class Run:
             self._finish(future, self._under_way.pop(future))
 
     def _finish(self, future: concurrent.futures.Future[Any], asked: Sequence[tuple[int, Started]]) -> None:
-        with _explained(self._plan.units[asked[0][0]].operation):
-            answer = future.result()
-            outputs = [started.finish(answer) for _, started in asked]
+        self._current = self._plan.units[asked[0][0]].operation
+        answer = future.result()
+        outputs = [started.finish(answer) for _, started in asked]
         for (number, started), mine in zip(asked, outputs, strict=True):
             self._done(number, mine, first=len(started.known))
 
@@ -205,23 +199,6 @@ def _as_jax(arrays: list[Any]) -> list[Any]:
         for k, one in zip(others, _together(list(others.values())), strict=True):
             arrays[k] = one
     return arrays
-
-
-class _explained:  # noqa: N801 used like a function
-    """A block that adds the operation's place in the user's program to its errors, as a note."""
-
-    __slots__ = ("_operation",)
-
-    def __init__(self, operation: Any):
-        self._operation = operation
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        where = getattr(self._operation, "where", None) if isinstance(error, Exception) else None
-        if error is not None and where:
-            error.add_note(f"called at {where}, in a step staged by jdistgrad.jit")
 
 
 _shared = jaxprs.Shared(4096)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad.autograd.tape.ledger import AS_MADE, CONTRIBUTION, REFERENCE, TAKEN, Contribution, Marks, Target, total
+from jdistgrad.autograd.tape.links import gradient_link
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
@@ -21,7 +22,7 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
     if owner == worker.rank:
         accept(kind, identifier, contribution)
         return
-    current_tape(lambda: "a gradient").links.add_gradient(contribution.number, owner, identifier)
+    current_tape(lambda: "a gradient").links.append(gradient_link(contribution.number, owner, identifier))
     worker.rpc_sync(owner, accept, (kind, identifier, contribution), {}, None)
 
 

@@ -10,7 +10,6 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
-import threading
 from collections.abc import Callable, Iterator
 
 from jdistgrad.rpc.worker import current_worker
@@ -79,36 +78,19 @@ class Link:
     reference: int | None = None  # the reference, if the crossing carries its value or gradient
 
 
-class Links:
-    """The links of one worker in a context. Making a link takes time, so most are made when somebody reads them."""
+# The links of one worker in a context. Making a link takes time, so some are made when somebody reads them.
+Links = list[Link | Callable[[], list[Link]]]
 
-    def __init__(self) -> None:
-        self._links: list[Link | Callable[[], list[Link]]] = []
-        self._lock = threading.Lock()
 
-    def all(self) -> list[Link]:
-        with self._lock:
-            count = len(self._links)  # other threads may append meanwhile
-            made = [[one] if isinstance(one, Link) else one() for one in self._links[:count]]
-            self._links[:count] = found = [link for links in made for link in links]
-            return list(found)
+def gradient_link(number: int, owner: int, reference: int) -> Callable[[], list[Link]]:
+    """Return what makes the link of a contribution that goes to the owner of its value."""
+    here, by = current_worker().rank, cause()
 
-    def add(self, message: int, to: int, what: str, *, backward: bool = False) -> None:
-        self._links.append(Link(message, current_worker().rank, to, what, backward, _serving.get()))
+    def made() -> list[Link]:
+        what = f"gradient of {spell(reference)}"
+        return [Link(number, here, owner, what, backward=True, caused_by=by, reference=reference)]
 
-    def note(self, links: Link | Callable[[], list[Link]]) -> None:
-        """Note a link, or a function that makes links when they are read."""
-        self._links.append(links)
-
-    def add_gradient(self, number: int, owner: int, reference: int) -> None:
-        """Note that a contribution goes to the owner of its value."""
-        here, by = current_worker().rank, _serving.get()
-
-        def made() -> list[Link]:
-            what = f"gradient of {spell(reference)}"
-            return [Link(number, here, owner, what, backward=True, caused_by=by, reference=reference)]
-
-        self._links.append(made)
+    return made
 
 
 def answer(message: int, call: int, what: str) -> Link:

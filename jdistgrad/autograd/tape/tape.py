@@ -26,7 +26,6 @@ class PullbackTable:
 
     def __init__(self) -> None:
         self._found: dict[int, Any] = {}
-        self._closed = False
         self._error: BaseException | None = None
         self._changed = SteadyCondition()
 
@@ -47,17 +46,15 @@ class PullbackTable:
         """
 
         def is_settled() -> bool:
-            return message in self._found or self._closed or self._error is not None
+            return message in self._found or self._error is not None
 
         with self._changed:
             wait_in_slices(functools.partial(self._changed.wait_for, is_settled))
             if message not in self._found and self._error is not None:
                 raise self._error
-            found = self._found.get(message)
-            if last and found is not None:
+            found = self._found[message]
+            if last:
                 self._found[message] = _PULLED
-        if found is None:
-            raise ContextError(f"the context was closed before message {spell(message)} was recorded")
         if found is _PULLED:
             raise ContextError(
                 f"what was recorded for message {spell(message)} has been pulled back for the last time: differentiate "
@@ -65,17 +62,12 @@ class PullbackTable:
             )
         return found
 
-    def give_up(self, error: BaseException) -> None:
-        """Fail the waits for what is not recorded yet, now and later."""
+    def give_up(self, error: BaseException, *, closed: bool = False) -> None:
+        """Fail the waits for what is not recorded yet, now and later. ``closed``: release what is recorded, too."""
         with self._changed:
             self._error = error
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Release all recordings and fail the pulls that wait for others."""
-        with self._changed:
-            self._closed = True
-            self._found.clear()
+            if closed:
+                self._found.clear()
             self._changed.notify_all()
 
 
@@ -84,7 +76,7 @@ class Tape:
 
     def __init__(self) -> None:
         self.ledger = Ledger()
-        self.links = Links()
+        self.links: Links = []
         self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
         self.recordings = PullbackTable()
         self.taken: dict[int, list[Contribution]] = {}  # the contributions in sums, by ids, for derivatives of the sums
@@ -93,13 +85,18 @@ class Tape:
 
     def close(self) -> None:
         """Release the pullbacks, and fail everything that waits for a pullback or a contribution."""
-        self.recordings.close()
-        self.ledger.give_up(ContextError("the context was closed while a gradient was being waited for"))
+        error = ContextError("the context was closed while a gradient was being waited for")
+        self.recordings.give_up(error, closed=True)
+        self.ledger.give_up(error)
 
     def give_up(self, error: BaseException) -> None:
         """Fail everything that waits for what a lost worker may have had to send, now and later."""
         self.recordings.give_up(error)
         self.ledger.give_up(error)
+
+    def all_links(self) -> list[Link]:
+        made = [[one] if isinstance(one, Link) else one() for one in tuple(self.links)]  # other threads may add some
+        return [link for links in made for link in links]
 
     def gradients(self) -> dict[int, list[Any]]:
         """Return, by reference, the sum of the contributions that no take has removed."""
@@ -166,4 +163,4 @@ def note_fetched(reference: int, owner: int) -> None:
     def made() -> list[Link]:
         return [Link(message, owner, here, f"value of {spell(reference)}", caused_by=by, reference=reference)]
 
-    scope.content(Tape).links.note(made)  # the receiver notes the link: the owner does not know of it
+    scope.content(Tape).links.append(made)  # the receiver notes the link: the owner does not know of it

@@ -15,21 +15,15 @@ from jdistgrad.rpc.references.rref import ByReference, RRef
 from jdistgrad.rpc.traced_hook import is_traced, staging
 
 
-class Hole:
-    """A place for an array."""
-
-    def refill(self, operands: Iterator[Any]) -> Any:
-        return next(operands)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class KeyHole(Hole):
-    """A place for random keys; the operand is their key data."""
+class Hole:
+    """A place for an array. ``impl``: that of random keys, if the operand is their key data."""
 
-    impl: str
+    impl: str | None = None
+    width: ClassVar[int] = 1  # the number of operands
 
     def refill(self, operands: Iterator[Any]) -> Any:
-        return jax.random.wrap_key_data(next(operands), impl=self.impl)
+        return next(operands) if self.impl is None else jax.random.wrap_key_data(next(operands), impl=self.impl)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,34 +31,23 @@ class ReferenceHole:
     """A place for a reference, for which operands stand. ``wraps`` counts the ByReference wrappers around it.
 
     ``kept`` is the claim that keeps the value alive for backward passes. It is None in staged code, which JAX keeps for
-    ever: there the hole has only the reference's key.
+    ever: there the hole has only the reference's key. ``known``: what stands for a reference that needs no operands.
     """
 
     structure: Any
     wraps: int
     kept: Any
+    known: Sequence[Any] = ()
 
     @property
     def width(self) -> int:
-        return self.structure.num_leaves
+        return 0 if self.known else self.structure.num_leaves
 
     def refill(self, operands: Iterator[Any]) -> Any:
-        children = [next(operands) for _ in range(self.structure.num_leaves)]
-        filled = reference_of(self.structure, children)
+        filled = reference_of(self.structure, self.known or [next(operands) for _ in range(self.width)])
         for _ in range(self.wraps):
             filled = ByReference(filled)
         return filled
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class KnownReference(ReferenceHole):
-    """A reference that is known, by its key and its marks. It needs no operands."""
-
-    children: Sequence[Any] = ()
-    width: ClassVar[int] = 0
-
-    def refill(self, operands: Iterator[Any]) -> Any:
-        return super().refill(iter(self.children))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +117,8 @@ class Layout:
         found, count = list[Any](), 0
         for leaf in trees.leaves(self.tree):
             if isinstance(leaf, Hole | ReferenceHole):
-                width = getattr(leaf, "width", 1)
-                found.append(Operand(leaf, tuple(range(count, count + width))))
-                count += width
+                found.append(Operand(leaf, tuple(range(count, count + leaf.width))))
+                count += leaf.width
             elif _is_item(leaf):
                 found.append(leaf)
         return found
@@ -144,7 +126,7 @@ class Layout:
     def holes(self) -> list[Any]:
         """Return the hole of each operand."""
         found = [leaf for leaf in trees.leaves(self.tree) if isinstance(leaf, Hole | ReferenceHole)]
-        return [hole for hole in found for _ in range(getattr(hole, "width", 1))]
+        return [hole for hole in found for _ in range(hole.width)]
 
     def released(self) -> "tuple[Layout, list[Any]]":
         """Return a layout that keeps no value alive, and the claims by which this one does."""
@@ -159,7 +141,7 @@ class Layout:
                 return leaf
             claims.append(reference._claim)
             children, structure = operands_of(reference)
-            return KnownReference(structure, wraps, None, children)
+            return ReferenceHole(structure, wraps, None, children)
 
         return Layout(trees.map_leaves(release, self.tree), self.positions), claims
 
@@ -199,7 +181,7 @@ def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, l
             found, structure = operands_of(reference)
             hole = ReferenceHole(structure, wraps, None if staging() else reference._claim)
         elif is_key(leaf):
-            hole, found = KeyHole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
+            hole, found = Hole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
         else:
             hole, found = Hole(), [leaf]
         operands.extend(found)

@@ -43,16 +43,8 @@ class Started:
         return [*self.known, *self.finish(self.future.result())]
 
 
-@dataclasses.dataclass
-class Batched:
-    """An operation over a batch. ``spread``: operands that must get a batch dimension if they have none.
-
-    ``outputs`` takes the number of outputs and tells for each whether it has a batch dimension.
-    """
-
-    operation: "Operation"
-    outputs: Callable[[int], list[bool]]
-    spread: Sequence[int] = ()
+# An operation over a batch, the outputs that have no batch dimension, and the operands that must get one.
+Batched = tuple["Operation", Sequence[int], Sequence[int]]
 
 
 class Operation:
@@ -97,11 +89,6 @@ wire_p.multiple_results = True
 # Marks an integer as having no tangent. JAX gives every result of a custom_vjp a tangent, integers one of dtype float0.
 # A scan that is differentiated again adds these tangents up, which JAX refuses.
 untied_p = Primitive("untied")
-
-
-def untied(array: Any) -> Any:
-    """Cut an integer result of a differentiated function off from tangents."""
-    return untied_p.bind(array) if isinstance(array, jax.core.Tracer) else array
 
 
 def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
@@ -185,22 +172,20 @@ def _shapes(*operands: Any, operation: Operation) -> list[Any]:
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operation) -> tuple[Any, list[Any]]:
     (size,) = {one.shape[dim] for one, dim in zip(operands, dims, strict=True) if dim is not None}
-    batch = operation.batched(size, [dim is not None for dim in dims])
+    batch, plain, spread = operation.batched(size, [dim is not None for dim in dims])
     first = list(operands)
     for k, dim in enumerate(dims):
         if dim is not None:
             first[k] = jnp.moveaxis(operands[k], dim, 0)
-        elif k in batch.spread:
+        elif k in spread:
             first[k] = jnp.broadcast_to(operands[k], (size, *jnp.shape(operands[k])))
-    outputs = bind(batch.operation, first)
-    return outputs, [0 if flag else None for flag in batch.outputs(len(outputs))]
+    outputs = bind(batch, first)
+    return outputs, [None if k in plain else 0 for k in range(len(outputs))]
 
 
 def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any:
     """Lower to a call that frees XLA's thread while the answer is under way."""
-    _refuse_in_compiled_code(operation)
-    _compiled.set()
-    origin, shapes = current.origin(), context.avals_out
+    origin, shapes = _lowering(operation), context.avals_out
 
     def perform(*operands: np.ndarray) -> list[Any]:
         return _perform(operation, origin, shapes, operands, called_here=in_callers_context())
@@ -210,9 +195,7 @@ def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any
 
 def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
     """Lower for other platforms: JAX copies the operands to the host and the results back."""
-    _refuse_in_compiled_code(operation)
-    _compiled.set()
-    origin, shapes = current.origin(), [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
+    origin, shapes = _lowering(operation), [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
 
     def perform(*operands: Any) -> list[np.ndarray]:
         """Run on a thread of XLA's, without using JAX, which could deadlock here."""
@@ -228,10 +211,13 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
     return mlir.lower_fun(call_back, multiple_results=True)(context, *operands)
 
 
-def _refuse_in_compiled_code(operation: Any) -> None:
+def _lowering(operation: Any) -> Any:
+    """Note that JAX compiles an operation, and return where it is made; a use of gradients refuses."""
     refusal = getattr(operation, "misplaced", None)
     if refusal is not None:
         raise refusal()
+    _compiled.set()
+    return current.origin()
 
 
 def _perform(

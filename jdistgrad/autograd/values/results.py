@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.autograd.values.holes import KeyHole, Layout, is_array, shape_of, split
+from jdistgrad.autograd.values.holes import Hole, Layout, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.wire.arrays import as_jax_array
@@ -19,19 +19,14 @@ class Results:
     def __init__(self, outer: "Results | None" = None):
         self._outer = outer  # the same results without a batch dimension
         self.known: tuple[Layout, list[jax.ShapeDtypeStruct]] | None = None  # the layout, and the shapes of its arrays
+        self.shapes: list[jax.ShapeDtypeStruct] = []
         self.are_arrays = False  # whether results are known to hold only arrays and constants of built-in types
 
-    @property
-    def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        assert self.known is not None
-        return self.known[1]
-
     def learn(self, known: tuple[Layout, list[jax.ShapeDtypeStruct]]) -> None:
-        self.known = known
-        self.are_arrays = known[0].is_plain and not known[0].has_references
+        self.known, (layout, self.shapes) = known, known
+        self.are_arrays = layout.is_plain and not layout.has_references
         if self._outer is not None:
-            layout, shapes = known
-            self._outer.learn((layout, [one.update(shape=one.shape[1:]) for one in shapes]))
+            self._outer.learn((layout, [one.update(shape=one.shape[1:]) for one in self.shapes]))
 
     def flatten(self, value: Any) -> list[Any]:
         """Return the arrays of a result; the first result also sets the layout."""
@@ -43,7 +38,8 @@ class Results:
     @property
     def have_keys(self) -> bool:
         """Return whether the results are known to hold random keys: compiled code needs their key data instead."""
-        return self.known is not None and any(isinstance(leaf, KeyHole) for leaf in trees.leaves(self.known[0].tree))
+        leaves = () if self.known is None else trees.leaves(self.known[0].tree)
+        return any(isinstance(leaf, Hole) and leaf.impl is not None for leaf in leaves)
 
     def arrived(self, arrays: list[Any]) -> list[Any]:
         """Return the arrays of an answer that holds arrays only, as JAX arrays."""
@@ -106,10 +102,7 @@ class Uniform:
     value: np.ndarray
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
 
-    def make(self, numpy: Any) -> Any:
-        return numpy.full(self.shape, self.value)
-
 
 def made(arrays: Sequence[Any]) -> list[Any]:
     """Return the arrays, with each Uniform made into an array."""
-    return [one.make(jax.numpy) if isinstance(one, Uniform) else one for one in arrays]
+    return [jax.numpy.full(one.shape, one.value) if isinstance(one, Uniform) else one for one in arrays]

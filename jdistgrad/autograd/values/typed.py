@@ -7,7 +7,7 @@ is written. Operators of NumPy's arrays give other dtypes, and change arrays in 
 
 import dataclasses
 import weakref
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -26,14 +26,20 @@ Types = tuple[tuple[tuple[int, ...], str], ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Around(ServedFunction):
-    """A function around another one, which it calls with its own arguments."""
+class MadeOf(ServedFunction):
+    """A function made of another one. ``title``: its label, with the other one's in place of the braces."""
 
     function: Any
+    title: ClassVar[str] = "{}"
 
     @property
     def label(self) -> str:
-        return describe(self.function)
+        return self.title.format(describe(self.function))
+
+
+@dataclasses.dataclass(frozen=True)
+class Around(MadeOf):
+    """A function around another one, which it calls with its own arguments."""
 
     @property
     def same_arguments_as(self) -> Any:

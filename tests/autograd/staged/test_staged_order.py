@@ -31,7 +31,7 @@ def held_until_pulled(x):
 
 
 def pulls_sent():
-    return sum(link.backward for link in current_scope().content(Tape).links.all())
+    return sum(link.backward for link in current_scope().content(Tape).all_links())
 
 
 RELEASED = threading.Event()
@@ -181,7 +181,7 @@ def test_what_follows_on_one_worker_is_asked_for_in_one_message(world):
         assert_close(step(X, X + 1), jax.value_and_grad(serial, argnums=(0, 1))(X, X + 1))
         assert jd.rpc_sync(last(), recordings) == 0
         pairs = [
-            (link.what, link.backward) for link in ctx.tape.links.all() if link.source == 0 and link.answers is None
+            (link.what, link.backward) for link in ctx.tape.all_links() if link.source == 0 and link.answers is None
         ]
     assert len(pairs) == 6  # each call and each pullback has its place in the graph
     asked = [one.name for one in recorded.events if one.kind == "call" and "recordings" not in one.name]
