@@ -21,17 +21,16 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Context(Corrected):
-    """The gradients and recorded pullbacks of one computation; ``with jdistgrad.context() as ctx`` opens one."""
+    """The gradients and recorded pullbacks of one computation; ``with jdistgrad.context() as ctx`` opens one.
+
+    Attributes:
+      id: the 64-bit id: the rank of the worker that opened the context in the top 16 bits.
+    """
 
     corrections: ClassVar = dict.fromkeys(("gradients", "grads", "get_gradients"), "jd.get_gradients(ctx) returns them")
 
     def __init__(self, worker: Worker, scope: Scope):
-        self._worker, self.scope = worker, scope
-
-    @property
-    def id(self) -> int:
-        """Return the 64-bit id: the rank of the worker that opened the context in the top 16 bits."""
-        return self.scope.id
+        self._worker, self.scope, self.id = worker, scope, scope.id
 
     @property
     def closed(self) -> bool:
@@ -69,9 +68,6 @@ class Context(Corrected):
 
     def __repr__(self) -> str:
         return f"Context({spell(self.id)}{', closed' if self.closed else ''})"
-
-
-ContextBlock = contextlib.AbstractContextManager  # what ``context()`` returns
 
 
 @contextlib.contextmanager

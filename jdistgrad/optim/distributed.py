@@ -2,6 +2,7 @@
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import math
 import operator
@@ -14,7 +15,7 @@ import numpy as np
 import optax
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.contexts import Context, ContextBlock, find_context
+from jdistgrad.autograd.contexts import Context, find_context
 from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.autograd.operations.uses import use, use_all
 from jdistgrad.corrections import Corrected, needing_arguments
@@ -121,7 +122,7 @@ class DistributedOptimizer(Corrected):
         """
         self._require_its_world("optimizer.step")
         arrays = self._checked_extra(extra)
-        if not isinstance(gradients, Context | ContextBlock | int):
+        if not isinstance(gradients, Context | contextlib.AbstractContextManager | int):
             self._step_with(gradients, arrays)
             return
         if not trace_state_clean():

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.callee.bundle import Bundle, CallStop, StopOutput
-from jdistgrad.autograd.callee.recording import LinearCall
-from jdistgrad.autograd.callee.run_bundle import KEPT, BundleRun, at_once
+from jdistgrad.autograd.callee.bundle import KEPT, Bundle, BundleRun, StopOutput, at_once
+from jdistgrad.autograd.callee.recording import CallStop, LinearCall
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.codec import PickleCodec

@@ -17,13 +17,15 @@ from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Target, mark, total
 from jdistgrad.autograd.tape.links import Place, answer, next_message, next_place, serving
 from jdistgrad.autograd.tape.tape import Tape, current_tape, note_fetched
-from jdistgrad.autograd.values.holes import Layout, has_gradient, split
-from jdistgrad.autograd.values.results import as_jax
+from jdistgrad.autograd.values.holes import Layout, has_gradient, is_array, split
+from jdistgrad.autograd.values.results import as_jax, changed_structure, made
 from jdistgrad.autograd.values.typed import MadeOf
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction
+from jdistgrad.rpc.futures import answer_of
 from jdistgrad.rpc.references.handles import NO_MARKS
 from jdistgrad.rpc.references.rref import ByReference, RRef
+from jdistgrad.rpc.serving.server import delivered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,3 +198,28 @@ class LinearCall(ServedFunction):
             if self.live is None:
                 return recording.derived.push(self.order, inputs, self.maps)
             return recording.pull(tape, self, self.live, inputs)
+
+
+@dataclasses.dataclass(eq=False)
+class CallStop:
+    """A stop that calls a function. ``orders``: the leaves of its arguments to record pullbacks for; if empty, none."""
+
+    arguments: Layout
+    orders: Orders
+    lanes: tuple[Lane, ...]
+    count: int  # the number of arrays the function returns
+    references: bool = False  # whether there may be references among its arguments
+    served_as = events.SERVE
+
+    def run(self, task: Any, items: list[Any]) -> list[Any]:
+        args, kwargs = self.arguments.fill(made(items))
+        if not self.orders:
+            args, kwargs = delivered(args, kwargs)
+        return self.arrays(answer_of(task(*args, **kwargs)))
+
+    def arrays(self, result: Any) -> list[Any]:
+        """Return the arrays of a result. Raises DifferentiationError if their number is not ``count``."""
+        _, arrays = split(result, is_array)
+        if len(arrays) != self.count:
+            raise changed_structure(len(arrays), self.count)
+        return as_jax(arrays)

@@ -6,6 +6,7 @@ new state is stored when the call has run.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,13 +20,12 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import from_token
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class StateOfCall:
     """The state that a call starts from, and the state that the call leaves (None: the same)."""
 
-    __slots__ = ("left", "value")
-
-    def __init__(self, value: Any):
-        self.value, self.left = value, None
+    value: Any
+    left: Any = None
 
 
 jax.tree_util.register_pytree_node(StateOfCall, lambda one: ((one.value,), None), lambda _, of: StateOfCall(*of))

@@ -8,10 +8,9 @@ from typing import Any, ClassVar
 
 import jax
 
-from jdistgrad.autograd.callee.bundle import CallStop
 from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
-from jdistgrad.autograd.callee.recording import Lane, RecordCall
+from jdistgrad.autograd.callee.recording import CallStop, Lane, RecordCall
 from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.tape.links import Link, cause, next_message, next_place
 from jdistgrad.autograd.tape.tape import current_tape

@@ -104,9 +104,7 @@ class Fetch(Operation):
     results: Results
     timeout: float | None
     recorded: bool = False
-
-    def __str__(self) -> str:
-        return "a fetch of a reference's value"
+    title = "a fetch of a reference's value"
 
     def start(self, operands: Sequence[Any]) -> Started:
         rref = reference_of(self.reference, operands)
@@ -148,9 +146,7 @@ class Publish(Operation):
 
     value: Layout
     id: int
-
-    def __str__(self) -> str:
-        return "jdistgrad.RRef"
+    title = "jdistgrad.RRef"
 
     def start(self, operands: Sequence[Any]) -> Started:
         owned = current_worker().references.announce(self.id)
@@ -177,9 +173,7 @@ class Put(Operation):
     live: tuple[int, ...]
     count: int
     lanes: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"a contribution to the gradient of a {self.kind} on rank {self.owner}"
+    title = "a contribution to the gradient of a {0.kind} on rank {0.owner}"
 
     def start(self, operands: Sequence[Any]) -> Started:
         request = self.request(operands)
@@ -226,9 +220,7 @@ class Take(Operation):
     count: int  # the number of leaves in all
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes of the wanted leaves
     lanes: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        return f"for the sum of contributions on rank {self.owner}"
+    title = "for the sum of contributions on rank {0.owner}"
 
     def start(self, operands: Sequence[Any]) -> Started:
         (identifier,), taken = from_token(operands[1]), next_number()

@@ -37,20 +37,15 @@ class Linear(Operation):
     follows_tag: ClassVar[bool] = True
     moves: ClassVar[str]
 
+    def __post_init__(self) -> None:
+        self.inputs, self.where = len(self.numbers), self.call.where
+
     def __str__(self) -> str:
         return f"{self.moves} of {describe(self.call.function)} to rank {self.call.to}"
 
     @property
-    def inputs(self) -> int:
-        return len(self.numbers)
-
-    @property
     def has_references(self) -> bool:
         return self.call.has_references
-
-    @property
-    def where(self) -> str:
-        return self.call.where
 
     def stop(self) -> LinearCall:
         """Return the function to send, as far as it is the same in every run."""
@@ -210,9 +205,7 @@ class DrawNumber(Operation):
     """An operation that draws a fresh contribution id. Its operands only order the draw."""
 
     has_references: ClassVar[bool] = False
-
-    def __str__(self) -> str:
-        return "nothing: a number"
+    title = "nothing: a number"
 
     def start(self, operands: Sequence[Any]) -> Started:
         return done([as_token(next_number())])

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.callee.bundle import CallStop
+from jdistgrad.autograd.callee.recording import CallStop
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Request
 from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Marks, Target, total
@@ -112,19 +112,12 @@ class Use(Call):
 
     Operands: for each value the marks of its contributions, in parts to be added up; then other arguments.
 
-    ``parts``: the number of parts for each value. ``changes``: what identifies the state that the function changes, or
+    ``parts``: the number of parts for each value. ``state``: what identifies the state that the function changes, or
     None.
     """
 
     parts: tuple[int, ...] = ()
-    changes: Any = None
-
-    def __str__(self) -> str:
-        return f"{describe(self.function)} to rank {self.to}"
-
-    @property
-    def state(self) -> Any:
-        return self.changes
+    state: Any = None
 
     def start(self, operands: Sequence[Any]) -> Started:
         self.marks(operands)
@@ -187,7 +180,7 @@ def use(function: Any, gradients: Sequence[tuple[RRef[Any], Any]], others: Seque
         results,
         where=where(),
         parts=ones,
-        changes=("values of", owner) if function.changes else None,
+        state=("values of", owner) if function.changes else None,
     )
     return operation, [*(marks for _, marks in gradients), *others]
 

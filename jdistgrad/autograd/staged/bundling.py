@@ -14,10 +14,9 @@ from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from jdistgrad.autograd.callee.bundle import Bundle, CallStop, Source, StopOutput
+from jdistgrad.autograd.callee.bundle import Bundle, BundleRun, Source, StopOutput
 from jdistgrad.autograd.callee.functions import is_pure
-from jdistgrad.autograd.callee.recording import LinearCall
-from jdistgrad.autograd.callee.run_bundle import BundleRun
+from jdistgrad.autograd.callee.recording import CallStop, LinearCall
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from jdistgrad.autograd.tape.links import Place
 from jdistgrad.errors import DifferentiationError
 
 REFERENCE, CONTRIBUTION, TAKEN = "reference", "contribution", "taken"
@@ -65,7 +64,7 @@ class Contribution:
     number: int
     lanes: tuple[int, ...]
     leaves: list[Any]
-    place: Place = ()  # its place in the program's order
+    place: tuple[int, ...] = ()  # in the program's order, see ``tape/links``
 
     def summed_over(self, lanes: tuple[int, ...]) -> list[Any]:
         """Return the leaves with these batch dimensions: summed over their own, or broadcast."""
@@ -81,10 +80,6 @@ class Contribution:
             "the reference's value before vmap.",
         )
 
-    def count(self, lanes: tuple[int, ...]) -> int:
-        """Return how many contributions it counts as in a take with these batch dimensions."""
-        return math.prod(self.lanes) if not lanes else 1
-
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Waiting:
@@ -97,14 +92,15 @@ class Waiting:
 
     def among(self, found: list[Contribution]) -> list[Contribution] | None:
         """Return the take's contributions if all have come, else None. Others may belong to another backward pass."""
-        there, count = sum(one.count(self.lanes) for one in found), self.marks[0]
+        counts = [1 if self.lanes else math.prod(one.lanes) for one in found]
+        there, count = sum(counts), self.marks[0]
         if there < count:
             return None
         if count > EXACT:  # the other marks are inexact: only the count is known
             if there > count:
                 raise mixed_passes()
             return found
-        each = [tuple(part * one.count(self.lanes) for part in mark(one.number)) for one in found]
+        each = [tuple(part * times for part in mark(one.number)) for one, times in zip(found, counts, strict=True)]
         if there == count:
             return found if tuple(map(sum, zip(*each, strict=True))) == self.marks else None
         chosen = _adding_up(each, self.marks)

@@ -51,10 +51,14 @@ class Operation:
     """An action that JAX sees cross the wire.
 
     An operation has operands and outputs, all of them arrays. It can be started on concrete operands, and it knows the
-    shapes of its outputs and its form over a batch.
+    shapes of its outputs and its form over a batch. ``title`` shows it to people.
     """
 
+    title: ClassVar[str]
     follows_tag: ClassVar[bool] = False  # whether the first operand is the tag of a recorded call
+
+    def __str__(self) -> str:
+        return self.title.format(self)
 
     @property
     def has_references(self) -> bool:
