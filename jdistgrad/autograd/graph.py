@@ -12,8 +12,7 @@ import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from jdistgrad.autograd.tape.links import Link
-from jdistgrad.autograd.tape.tape import Tape
+from jdistgrad.autograd.tape.tape import Link, Tape
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.worker import current_worker

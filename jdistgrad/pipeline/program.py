@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.autograd.tape.links import next_message, next_place
+from jdistgrad.autograd.tape.tape import next_message, next_place
 from jdistgrad.errors import CallTimeoutError, DistgradError, ScheduleError, WorkerLostError
 from jdistgrad.pipeline.plans import Part, Plan, averaging_of, consumers_of, ranks_of
 from jdistgrad.pipeline.report import Report

@@ -17,7 +17,7 @@ import numpy as np
 from jdistgrad import events
 from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
-from jdistgrad.autograd.tape.links import Place, next_message, serving
+from jdistgrad.autograd.tape.tape import Place, next_message, serving
 from jdistgrad.autograd.values.holes import has_gradient
 from jdistgrad.errors import CallTimeoutError, WorkerLostError
 from jdistgrad.pipeline.batches import split, weighted_sum

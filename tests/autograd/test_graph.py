@@ -9,7 +9,7 @@ from helpers.worlds import on_worker0
 
 import jdistgrad as jd
 from jdistgrad.autograd.graph import CALL, GRADIENT, LONGEST, RESULT, VALUE, Pair, draw, pairs, placed, short
-from jdistgrad.autograd.tape.links import Link
+from jdistgrad.autograd.tape.tape import Link
 from jdistgrad.wire.ids import spell, worker_of
 
 

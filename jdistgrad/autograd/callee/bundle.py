@@ -17,8 +17,7 @@ import jax
 from jdistgrad import events
 from jdistgrad.autograd.callee.pullbacks import Outputs
 from jdistgrad.autograd.callee.recording import CallStop, LinearCall, RecordCall, Recording
-from jdistgrad.autograd.tape.links import Place, answer, next_message
-from jdistgrad.autograd.tape.tape import current_tape
+from jdistgrad.autograd.tape.tape import Place, answer, current_tape, next_message
 from jdistgrad.autograd.values.primitive import has_wire
 from jdistgrad.autograd.values.results import Uniform, as_jax, made, strong
 from jdistgrad.rpc.by_value import OWN, Cached

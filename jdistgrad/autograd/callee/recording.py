@@ -15,8 +15,16 @@ from jdistgrad.autograd.callee.pullbacks import Map, differentiate
 from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Target, mark, total
-from jdistgrad.autograd.tape.links import Place, answer, next_message, next_place, serving
-from jdistgrad.autograd.tape.tape import Tape, current_tape, note_fetched
+from jdistgrad.autograd.tape.tape import (
+    Place,
+    Tape,
+    answer,
+    current_tape,
+    next_message,
+    next_place,
+    note_fetched,
+    serving,
+)
 from jdistgrad.autograd.values.holes import Layout, has_gradient, is_array, split
 from jdistgrad.autograd.values.results import as_jax, changed_structure, made
 from jdistgrad.autograd.values.typed import MadeOf

@@ -12,8 +12,7 @@ from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import CallStop, Lane, RecordCall
 from jdistgrad.autograd.callee.state import state_argument
-from jdistgrad.autograd.tape.links import Link, cause, next_message, next_place
-from jdistgrad.autograd.tape.tape import current_tape
+from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message, next_place
 from jdistgrad.autograd.values.holes import Layout, ReferenceHole, is_differentiable
 from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Operation, Shapes, Started
 from jdistgrad.autograd.values.results import Results

@@ -10,8 +10,7 @@ from jdistgrad.autograd.callee.functions import PushforwardOf
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import LinearCall
 from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.tape.links import Link, cause, next_place
-from jdistgrad.autograd.tape.tape import current_tape, next_number
+from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_number, next_place
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.autograd.values.results import Results

@@ -21,8 +21,7 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_order
-from jdistgrad.autograd.tape.links import Link, cause, next_message, next_place
-from jdistgrad.autograd.tape.tape import current_tape, next_number
+from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message, next_number, next_place
 from jdistgrad.autograd.values.holes import Hole, Operand
 from jdistgrad.autograd.values.primitive import Started
 from jdistgrad.autograd.values.results import Uniform

@@ -17,7 +17,7 @@ from jdistgrad.autograd.staged.bundling import BundleCall
 from jdistgrad.autograd.staged.equations import Constant
 from jdistgrad.autograd.staged.plan import Plan, Unit
 from jdistgrad.autograd.staged.rewriting import SMALL
-from jdistgrad.autograd.tape.links import at_place, next_place
+from jdistgrad.autograd.tape.tape import at_place, next_place
 from jdistgrad.autograd.values.primitive import Started, as_array
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.worker import current_worker, find_worker

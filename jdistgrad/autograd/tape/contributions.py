@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jdistgrad.autograd.tape.ledger import AS_MADE, CONTRIBUTION, REFERENCE, TAKEN, Contribution, Marks, Target, total
-from jdistgrad.autograd.tape.links import gradient_link
-from jdistgrad.autograd.tape.tape import current_tape
+from jdistgrad.autograd.tape.tape import current_tape, gradient_link
 from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, shape_of, split
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import shown_as

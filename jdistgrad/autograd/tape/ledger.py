@@ -64,7 +64,7 @@ class Contribution:
     number: int
     lanes: tuple[int, ...]
     leaves: list[Any]
-    place: tuple[int, ...] = ()  # in the program's order, see ``tape/links``
+    place: tuple[int, ...] = ()  # in the program's order, see ``tape/tape``
 
     def summed_over(self, lanes: tuple[int, ...]) -> list[Any]:
         """Return the leaves with these batch dimensions: summed over their own, or broadcast."""
