@@ -29,28 +29,14 @@ class Constant:
 Atom = int | Constant
 
 
-class Ordered:
-    """Something with inputs and outputs: an equation, or several of them.
-
-    ``after``: variables that it waits for without needing them.
-    """
-
-    inputs: list[Atom]
-    outputs: list[int]
-    after: tuple[int, ...]
-
-    def variables(self) -> Iterator[int]:
-        """Yield the variables that must be known before it can run."""
-        return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
-
-
 @dataclasses.dataclass(eq=False)
-class Equation(Ordered):
+class Equation:
     """An equation of the step, over numbered variables.
 
     ``outputs``: those of ``eqn``; one more, where it has none, if others must follow it: it is known once it runs.
     ``eqn``: JAX's equation, None for a bundle. ``operation``: the operation it performs. ``fills``: inputs that are one
     known number everywhere. ``weaker``: for an input that only lost its weak type, the variable it came from.
+    ``after``: variables that it waits for without needing them.
     """
 
     inputs: list[Atom]
@@ -60,6 +46,10 @@ class Equation(Ordered):
     fills: dict[Atom, Any] = dataclasses.field(default_factory=dict)
     weaker: dict[Atom, Atom] = dataclasses.field(default_factory=dict)
     after: tuple[int, ...] = ()
+
+    def variables(self) -> Iterator[int]:
+        """Yield the variables that must be known before it can run."""
+        return (atom for atom in (*self.inputs, *self.after) if isinstance(atom, int))
 
     def states(self) -> set[Any]:
         """Return what identifies the states that the equation may change, also in the body of a loop or a branch.
@@ -147,7 +137,7 @@ def needed(equations: Sequence[Equation], outputs: Iterable[Atom]) -> list[Equat
     return kept[::-1]
 
 
-U = TypeVar("U", bound=Ordered)
+U = TypeVar("U", bound=Equation)
 
 
 def in_order(units: Sequence[U]) -> list[U]:

@@ -18,7 +18,7 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.bundling import with_bundles
-from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, Ordered, flatten, in_order, needed
+from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
 from jdistgrad.autograd.staged.rewriting import (
     constants_known,
     in_program_order,
@@ -30,15 +30,11 @@ from jdistgrad.wire.arrays import ALIAS_FROM
 
 
 @dataclasses.dataclass(eq=False)
-class Unit(Ordered):
+class Unit(Equation):
     """A unit of the plan: an operation, or a piece of equations compiled together."""
 
-    equations: list[Equation]
-    inputs: list[Atom]
-    outputs: list[int]
-    urgency: float
-    operation: Any = None
-    after: tuple[int, ...] = ()
+    equations: list[Equation] = dataclasses.field(default_factory=list)
+    urgency: float = math.inf
 
 
 @dataclasses.dataclass
@@ -148,14 +144,14 @@ def _join_users(equations: Sequence[Equation], keys: list[Any]) -> None:
 
 
 def _unit(key: Any, members: list[Equation], users: Any, used: set[int], urgency: float) -> Unit:
-    made = [output for equation in members for output in equation.outputs]
-    if members[0].operation is not None:
-        return Unit(members, members[0].inputs, made, urgency, members[0].operation, members[0].after)
+    first, made = members[0], [output for equation in members for output in equation.outputs]
+    if first.operation is not None:
+        return Unit(first.inputs, made, None, first.operation, after=first.after, equations=members, urgency=urgency)
     inputs = dict.fromkeys(v for equation in members for v in equation.variables())
     for output in made:
         inputs.pop(output, None)
     outputs = [output for output in made if output in used or users[output] - {key}]
-    return Unit(members, list(inputs), outputs, urgency)
+    return Unit(list(inputs), outputs, None, equations=members, urgency=urgency)
 
 
 def _urgencies(equations: Sequence[Equation], after: Sequence[int]) -> list[float]:
