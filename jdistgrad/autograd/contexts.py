@@ -99,7 +99,6 @@ def context() -> Iterator[Context]:
 
 @contextlib.contextmanager
 def opened_context() -> Iterator[Context]:
-    """Open a context for a block, also inside another one."""
     worker = current_worker()
     opened = Context(worker, worker.scopes.enter(worker.scopes.draw()))
     try:

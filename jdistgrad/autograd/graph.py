@@ -162,8 +162,6 @@ HEAD = """<style>
 
 @dataclasses.dataclass(frozen=True)
 class Box:
-    """An event on a worker's lane."""
-
     rank: int
     row: int
     text: str
@@ -179,7 +177,6 @@ Arrow = tuple[Pair, Box, Box]  # the message of a pair, from its send box to its
 
 
 def draw(title: str, workers: Mapping[int, str], pairs: Sequence[Pair]) -> str:
-    """Return an SVG of pairs. ``workers`` maps ranks to names."""
     boxes, arrows = placed(pairs)
     lanes, left = dict[int, tuple[float, float]](), MARGIN  # the centre and the half width of each
     for rank, name in workers.items():

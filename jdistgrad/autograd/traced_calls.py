@@ -22,8 +22,6 @@ from jdistgrad.wire.ids import as_token
 
 
 class TracedCalls:
-    """The ``TracedCallHandler`` to which rpc hands over traced calls."""
-
     def rpc_sync(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         peer, results = current_worker().directory.find(to), Results()
         function, args, kwargs = _to_trace(function, args, kwargs)

@@ -41,12 +41,10 @@ class Differentiated:
     state: Any = None  # that the run started from, if the function changes state
 
     def pull(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
-        """Return the cotangents of an order's operands, given those of the live results; others are zero."""
         pull = _pull if self.compiled is None else self.compiled.pull
         return list(pull(self.pullbacks[order], live, cotangents, self.shapes, maps))
 
     def push(self, order: int, tangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
-        """Return the tangents of all differentiable results, given those of an order's operands."""
         push = _push if self.compiled is None else self.compiled.push
         return list(push(self.pullbacks[order], tangents, self.shapes, maps))
 

@@ -226,7 +226,6 @@ class CallStop:
         return self.arrays(answer_of(task(*args, **kwargs)))
 
     def arrays(self, result: Any) -> list[Any]:
-        """Return the arrays of a result. Raises DifferentiationError if their number is not ``count``."""
         _, arrays = split(result, is_array)
         if len(arrays) != self.count:
             raise changed_structure(len(arrays), self.count)

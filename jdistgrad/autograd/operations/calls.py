@@ -83,7 +83,6 @@ class Call(Operation):
         return RecordCall(function, message, self.leaves(), next_place(), self.lanes), (scope.id, message)
 
     def leaves(self) -> Orders:
-        """Return the orders as numbers of leaves of the arguments."""
         return tuple(tuple(self.arguments.positions[k] for k in order) for order in self.orders)
 
     # The methods for a call that is a stop of a bundle.
@@ -105,7 +104,6 @@ class Call(Operation):
         return argument.structure if isinstance(argument, ReferenceHole) else jax.tree.structure(argument.rref)
 
     def handles(self) -> set[int]:
-        """Return the numbers of the operands that are leaves of references."""
         return {k for k, hole in enumerate(self.arguments.holes()) if isinstance(hole, ReferenceHole)}
 
     @property
@@ -113,7 +111,6 @@ class Call(Operation):
         return self.arguments.has_references
 
     def pullback(self, live: tuple[int, ...]) -> Any:
-        """Return the pullback of its outermost derivative, as a function."""
         return PullbackOf(self.function, self.leaves(), live)
 
     def tangent_shapes(self) -> Shapes:

@@ -37,10 +37,10 @@ class Linear(Operation):
     moves: ClassVar[str]
 
     def __post_init__(self) -> None:
-        self.inputs, self.where = len(self.numbers), self.call.where
+        self.inputs, self.to, self.where = len(self.numbers), self.call.to, self.call.where
 
     def __str__(self) -> str:
-        return f"{self.moves} of {describe(self.call.function)} to rank {self.call.to}"
+        return f"{self.moves} of {describe(self.call.function)} to rank {self.to}"
 
     @property
     def has_references(self) -> bool:
@@ -55,16 +55,16 @@ class Linear(Operation):
 
     def start(self, operands: Sequence[Any]) -> Started:
         worker, (context, message, *_) = current_worker(), from_token(operands[0])
-        inputs, task, to, number = list(operands[len(operands) - self.inputs :]), self.stop(), self.call.to, 0
+        inputs, task, number = list(operands[len(operands) - self.inputs :]), self.stop(), 0
         with within(worker.scopes.find(context)):
             if isinstance(self, Pull):
                 links = current_tape(lambda: str(self)).links
-                links.append(Link(message, worker.rank, to, task.what, backward=True, caused_by=cause()))
+                links.append(Link(message, worker.rank, self.to, task.what, backward=True, caused_by=cause()))
                 number = next_number()
             else:
                 self.refuse_references()
             task = dataclasses.replace(task, message=message, number=number, place=next_place())
-            return Started(worker.rpc_async(to, task, (inputs,), {}, self.patience(worker.timeout)), list)
+            return Started(worker.rpc_async(self.to, task, (inputs,), {}, self.patience(worker.timeout)), list)
 
     def patience(self, default: float) -> float:
         """Return twice the call's patience: the answer may first have to wait for the call itself."""
@@ -150,7 +150,7 @@ class Linear(Operation):
         inputs = range(first, first + self.inputs)
         layout = Layout(tree, (*range(extra), *(extra + k for k in arguments.positions), *inputs))
         timeout = None if self.call.timeout is None else self.patience(self.call.timeout)
-        return Call(self.call.to, function, layout, Results(), timeout)
+        return Call(self.to, function, layout, Results(), timeout)
 
     def refuse_references(self) -> None:
         """Raise DifferentiationError for tangents of references: these stand for values on other workers."""

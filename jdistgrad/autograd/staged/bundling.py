@@ -176,10 +176,6 @@ def _is_plain(call: Call) -> bool:
     return known is not None and not known[0].has_references
 
 
-def target(operation: Any) -> int:
-    return operation.call.to if isinstance(operation, Pull) else operation.to
-
-
 def _row(first: int, equations: Sequence[Equation], answers: Answers, followers: set[int]) -> list[int]:
     """Return the places of the row that starts with ``first``.
 
@@ -187,7 +183,7 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, followers:
     not delay anything: if another operation, or a computation that may take long, could start on the answer of an early
     member, the row ends with that member.
     """
-    to, known = target(equations[first].operation), answers.before[first]
+    to, known = equations[first].operation.to, answers.before[first]
     row, made = [first], set(equations[first].outputs)
     local = {output for equation in equations if equation.operation is None for output in equation.outputs}
     for k in range(first + 1, len(equations)):
@@ -198,7 +194,7 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, followers:
             if isinstance(one.operation, Call)
         ):
             continue  # a derivative as a function gets the tag of what it differentiates: the stop would not know it
-        if k not in followers or target(equation.operation) != to or not answers.before[k] >> row[-1] & 1:
+        if k not in followers or equation.operation.to != to or not answers.before[k] >> row[-1] & 1:
             continue
         if not local.isdisjoint(equation.after):
             continue  # it follows an effect of the caller's, for which the row must not wait
@@ -254,4 +250,4 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
     given.sort(key=lambda output: output not in known)  # tags first
     wanted = tuple(made[output] for output in given)
     after = tuple(variable for equation in members for variable in equation.after if variable not in made)
-    return Equation(inputs, given, None, BundleCall(target(members[0].operation), parts, wanted), after=after)
+    return Equation(inputs, given, None, BundleCall(members[0].operation.to, parts, wanted), after=after)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import events, jaxprs
@@ -21,7 +22,7 @@ from jdistgrad.autograd.tape.tape import at_place, next_place
 from jdistgrad.autograd.values.primitive import Started, as_array
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.worker import current_worker, find_worker
-from jdistgrad.wire.arrays import ALIAS_FROM, as_jax_array
+from jdistgrad.wire.arrays import as_jax_array
 
 
 class Prepared:
@@ -88,9 +89,11 @@ class Run:
             if where and isinstance(error, Exception):
                 error.add_note(f"called at {where}, in a step staged by jdistgrad.jit")
             raise
-        return _as_jax(
-            [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in self._plan.outputs]
-        )
+        found = [atom.value if isinstance(atom, Constant) else self._values[atom] for atom in self._plan.outputs]
+        for k, one in enumerate(found):  # numbers, arguments and large answers: pieces have copied the small ones
+            if not isinstance(one, jax.Array):
+                found[k] = as_jax_array(one) if isinstance(one, np.ndarray) else jnp.asarray(one)
+        return found
 
     def _compute(self, number: int) -> None:
         self._current, start, function = None, time.monotonic(), self._prepared.functions[number]
@@ -186,19 +189,6 @@ class Run:
                 self._missing[user] -= 1
                 if not self._missing[user]:
                     self._ready(user)
-
-
-_together = jax.jit(lambda arrays: arrays)
-
-
-def _as_jax(arrays: list[Any]) -> list[Any]:
-    """Make JAX arrays of all. Compiled code makes the small ones: made one by one, they take three times as long."""
-    arrays = [as_jax_array(one) if isinstance(one, np.ndarray) and one.nbytes >= ALIAS_FROM else one for one in arrays]
-    others = {k: one for k, one in enumerate(arrays) if not isinstance(one, jax.Array)}
-    if others:
-        for k, one in zip(others, _together(list(others.values())), strict=True):
-            arrays[k] = one
-    return arrays
 
 
 _shared = jaxprs.Shared(4096)

@@ -56,7 +56,6 @@ def take(
 
 
 def _then(future: concurrent.futures.Future[Any], function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
-    """Return a future of what a function makes of a future's result."""
     made: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
     def make(done: concurrent.futures.Future[Any]) -> None:
@@ -104,7 +103,6 @@ def or_zero(leaf: Any, array: Any) -> Any:
 
 
 def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
-    """Return the layout and the shapes of the value of a reference owned here."""
     layout, arrays = split(rref.local_value(), is_array)
     return layout, [shape_of(one) for one in arrays]
 

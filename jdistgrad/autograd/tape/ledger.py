@@ -177,7 +177,6 @@ class Ledger:
         return waiting.future
 
     def read(self, target: Target) -> list[Contribution]:
-        """Return the contributions so far, in order, without removing them."""
         with self._lock:
             return in_order([*self._kept.get(target, []), *self._found[target]])
 

@@ -71,7 +71,6 @@ class Layout:
     positions: tuple[int, ...]
 
     def fill(self, operands: Iterable[Any]) -> Any:
-        """Return the tree with the operands in its holes."""
         rest = iter(operands)
 
         def refill(leaf: Any) -> Any:
@@ -89,7 +88,6 @@ class Layout:
         return filled
 
     def only_holes(self) -> "Layout":
-        """Return the tree with None in place of everything but its holes."""
         tree = trees.map_leaves(lambda leaf: leaf if isinstance(leaf, Hole | ReferenceHole) else None, self.tree)
         return Layout(tree, self.positions)
 
@@ -124,7 +122,6 @@ class Layout:
         return found
 
     def holes(self) -> list[Any]:
-        """Return the hole of each operand."""
         found = [leaf for leaf in trees.leaves(self.tree) if isinstance(leaf, Hole | ReferenceHole)]
         return [hole for hole in found for _ in range(hole.width)]
 
@@ -212,12 +209,10 @@ def _unwrapped(leaf: Any) -> tuple[Any, int]:
 
 
 def arrays_of(tree: Any) -> list[Any]:
-    """Return the arrays of a tree, with random keys as their key data."""
     return [tree] if isinstance(tree, jax.Array) and not is_key(tree) else split(tree, is_array)[1]
 
 
 def is_key(leaf: Any) -> bool:
-    """Return whether a leaf is an array of new-style random keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 

@@ -103,7 +103,6 @@ def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def bind(operation: Operation, operands: Sequence[Any]) -> list[Any]:
-    """Let JAX perform an operation, or trace it."""
     forgotten_when_gone(type(operation))
     found: list[Any] = wire_p.bind(*of_each_device(operation, operands), operation=operation)
     return found

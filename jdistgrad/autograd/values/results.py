@@ -42,7 +42,6 @@ class Results:
         return any(isinstance(leaf, Hole) and leaf.impl is not None for leaf in leaves)
 
     def arrived(self, arrays: list[Any]) -> list[Any]:
-        """Return the arrays of an answer that holds arrays only, as JAX arrays."""
         return as_jax(self.counted(arrays))
 
     def counted(self, arrays: list[Any]) -> list[Any]:
@@ -104,5 +103,4 @@ class Uniform:
 
 
 def made(arrays: Sequence[Any]) -> list[Any]:
-    """Return the arrays, with each Uniform made into an array."""
     return [jax.numpy.full(one.shape, one.value) if isinstance(one, Uniform) else one for one in arrays]
