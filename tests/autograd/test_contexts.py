@@ -208,16 +208,6 @@ def test_a_context_without_a_block_is_told_how_to_open_one(world):
 
 
 @on_worker0
-def test_a_decorated_function_has_a_context_for_each_call(world):
-    @jd.context()
-    def gradient(x):
-        return jax.grad(loss)(x)
-
-    for _ in range(2):
-        assert_close(gradient(X), 2 * X)
-
-
-@on_worker0
 def test_a_context_is_sent_by_its_number(world):
 
     with jd.context() as ctx, pytest.raises(jd.EncodingError):
@@ -251,17 +241,6 @@ def test_a_context_of_another_world_is_closed(world):
         assert len({ctx.id for ctx in contexts}) <= 1
 
     world.run(main)
-
-
-@on_worker0
-def test_workers_are_recorded_once_whatever_was_called(big_world):
-    with jd.context() as ctx:
-        for _ in range(3):
-            jd.rpc_async(1, identity, args=(X,)).result()
-            jax.grad(lambda x: jd.rpc_sync(1, square, args=(x,)).sum())(X)
-        assert ctx.workers() == {1}
-        jd.remote(0, square, args=(X,)).to_here()
-        assert ctx.workers() == {0, 1}
 
 
 @on_worker0

@@ -292,18 +292,3 @@ def test_an_error_in_compiled_code(world):
         with pytest.raises(jax.errors.JaxRuntimeError):
             jax.block_until_ready(jax.jit(jax.grad(lambda x: down([rank(1)], "fails_backward", x).sum()))(X))
         still_differentiates()
-
-
-def sometimes(x, fails):
-    return fails_backward(x) if fails else x * 2
-
-
-@on_worker0
-def test_many_failures_then_success_in_one_context(big_world):
-    run = lambda fails: jax.grad(lambda x: jd.rpc_sync(rank(1), sometimes, args=(x, fails)).sum())(X)  # noqa: E731
-    with jd.context():
-        for _ in range(20):
-            with pytest.raises(OwnError):
-                run(True)
-        for _ in range(20):
-            assert_close(run(False), 2 * jnp.ones(3))

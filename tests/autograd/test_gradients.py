@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers.data import assert_close
-from helpers.programs import WAYS, assert_same_gradients, fast_layer, layer, parameters, sync, vector
+from helpers.programs import assert_same_gradients, eventually, fast_layer, handed_on, layer, parameters, sync, vector
 from helpers.worlds import on_worker0, rank
 
 import jdistgrad as jd
@@ -12,8 +12,7 @@ import jdistgrad as jd
 
 @pytest.mark.parametrize(
     ("way", "function"),
-    [(sync, layer), *((way, fast_layer) for way in WAYS)],
-    ids=["sync_as_written", *(way.__name__ for way in WAYS)],
+    [(sync, layer), (eventually, fast_layer), (handed_on, fast_layer)],
 )
 @on_worker0
 def test_every_way_to_call_every_worker(big_world, way, function):

@@ -131,13 +131,6 @@ def test_the_file_is_an_svg_with_every_id_and_name(world, tmp_path):
     assert texts >= {"square", "square_elsewhere", *graph.workers.values()}
 
 
-@on_worker0
-def test_calls_in_a_circle(world):
-    graph = recorded(lambda x: jnp.sum(jd.rpc_sync(last(), square_elsewhere, args=(x, 0))), X)
-    there, back = (0, last()), (last(), 0)
-    assert [(pair.source, pair.target) for pair in graph.pairs] == [there, back, there, back]
-
-
 # Pure functions, without a world.
 
 

@@ -152,7 +152,7 @@ def test_sums_are_the_same_to_the_bit_whatever_the_order_of_arrival():
     assert in_another_order.tobytes() not in sums  # the order does matter for these numbers
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_any_mixture_of_puts_and_takes_tells_everybody_what_is_theirs(seed):
     # Each target gets the contributions and the takes of three passes.
     chance = random.Random(seed)

@@ -201,9 +201,8 @@ def test_a_jacobian_of_a_gradient_of_a_reference_is_refused(world, jacobian):
         jax.checkpoint,
         jax.grad,
         lambda f: lambda x: jax.vmap(f)(jnp.stack([x, 2 * x])),
-        lambda f: lambda x: jax.lax.map(f, jnp.stack([x, 2 * x])),
     ],
-    ids=["jax.jit", "jd.jit", "checkpoint", "grad", "vmap", "map"],
+    ids=["jax.jit", "jd.jit", "checkpoint", "grad", "vmap"],
 )
 @on_worker0
 def test_a_gradient_is_not_fetched_where_jax_traces_it(world, transform):

@@ -48,27 +48,20 @@ def alike(tree):
 # What each returns for a tree of arrays is what it must return for a reference to the tree, a module or a gradient.
 IDIOMS = {
     "sum of squares": lambda t: sum(jnp.sum(p**2) for p in leaves(t)),
-    "optax.tree.norm": optax.tree.norm,
-    "vdot": lambda t: optax.tree.vdot(t, t),
     "ravel_pytree": lambda t: jax.flatten_util.ravel_pytree(t)[0],
     "scaled": of_leaves(lambda a: 0.5 * a),
     "jnp.zeros_like": of_leaves(jnp.zeros_like),
     "jnp.where of itself": of_leaves(lambda a: jnp.where(False, a, a)),
-    "jnp.clip": of_leaves(lambda a: jnp.clip(a, -0.5, 0.5)),
     "indexed": lambda t: leaves(t)[0][0],
     "comparison": lambda t: [jnp.all(a == a) for a in leaves(t)],
-    "method sum": lambda t: sum(a.sum() for a in leaves(t)),
     "len": lambda t: len(leaves(t)[0]),
     "shape": lambda t: [p.shape for p in leaves(t)],
     "dtype": lambda t: [jnp.zeros((), p.dtype) for p in leaves(t)],
     "float": lambda t: float(leaves(t)[0].ravel()[0]) if not isinstance(leaves(t)[0], jax.core.Tracer) else len(1),
-    "optax.incremental_update": lambda t: optax.incremental_update(t, t, 0.1),
     "optax.sgd": lambda t: optax.sgd(0.1).update(t, optax.sgd(0.1).init(t), t)[0],
     "labels": of_leaves(lambda _: "frozen"),
-    "jax.device_put": jax.device_put,
     "jax.device_get": jax.device_get,
     # What JAX hands on stays a reference.
-    "identity": lambda t: t,
     "jax.jit": lambda t: jax.jit(lambda t: t)(t),
     "flattened": lambda t: jax.tree.unflatten(jax.tree.structure(t), leaves(t)),
     "stop_gradient": jax.lax.stop_gradient,
@@ -78,7 +71,7 @@ IDIOMS = {
     "custom_vjp": alike,
 }
 WITHOUT_DERIVATIVE = ("float", "labels", "len", "shape")
-HANDED_ON = [*IDIOMS][[*IDIOMS].index("identity") :]
+HANDED_ON = [*IDIOMS][[*IDIOMS].index("jax.jit") :]
 
 
 def total(tree):
@@ -99,10 +92,6 @@ def unmapped(idiom, tree):
     return jax.vmap(lambda x, tree: x * total(idiom(tree)), in_axes=(0, None))(jnp.arange(3.0), tree)
 
 
-def in_a_loop(idiom, tree):
-    return jax.lax.scan(lambda carry, x: (carry + x * total(idiom(tree)), None), 0.0, jnp.arange(3.0))[0]
-
-
 def compiled(stage):
     return lambda idiom, tree: stage(lambda tree: total(idiom(tree)))(tree)
 
@@ -110,10 +99,8 @@ def compiled(stage):
 WAYS = {
     "eager": eager,
     "jd.value_and_grad": differentiated,
-    "jax.jit": compiled(jax.jit),
     "jd.jit": compiled(jd.jit),
     "jax.vmap": unmapped,
-    "jax.lax.scan": in_a_loop,
 }
 
 
@@ -156,7 +143,7 @@ def test_an_idiom_over_a_gradient_is_right_or_refused(big_world, name):
     reference, idiom = jd.remote(rank(1), parameters, args=(3, 2)), IDIOMS[name]
     with jd.context():
         gradient = jd.grad(lambda p: jd.rpc_sync(rank(2), loss, args=(p,)))(reference)
-        for run in (eager, compiled(jax.jit), compiled(jd.jit)):
+        for run in (eager, compiled(jd.jit)):
             found = outcome(run, idiom, gradient)
             if found is not None:
                 assert_close(found, total(run(idiom, jax.grad(loss)(parameters(3, 2)))), rtol=1e-5)

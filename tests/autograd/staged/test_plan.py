@@ -85,20 +85,6 @@ def test_scans_that_send_stay_whole():
     assert names(plan_of(step, 1.0)) == ["piece"]
 
 
-def test_every_unit_comes_after_those_it_needs():
-    def step(x):
-        y = x
-        for k in range(5):
-            y = send(f"m{k}", y * x) + jnp.sin(x)
-        return y
-
-    plan = plan_of(step, np.ones(3, np.float32))
-    known = set(plan.inputs)
-    for unit in plan.units:
-        assert {atom for atom in unit.inputs if isinstance(atom, int)} <= known
-        known.update(unit.outputs)
-
-
 def test_what_can_be_computed_meanwhile_does_not_wait():
     # The product is of constants alone, but it is used together with an answer.
     matrix = np.ones((3, 3), np.float32)

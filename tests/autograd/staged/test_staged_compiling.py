@@ -19,30 +19,30 @@ from jdistgrad.autograd.staged.rewriting import SMALL
 
 pytestmark = pytest.mark.world(1, 3)
 
-compilations = {"count": 0}
 
+class Compilations:
+    """A count of the programs that this process compiles in a block."""
 
-def count_compilations(event, *_, **__):
-    if event.endswith("backend_compile_duration"):
-        compilations["count"] += 1
+    def __enter__(self):
+        self.count = 0
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+        return self
 
+    def __exit__(self, *error):
+        jax.monitoring.unregister_event_duration_listener(self._note)
 
-@pytest.fixture
-def counted():
-    """Count the compilations of this process."""
-    jax.monitoring.register_event_duration_secs_listener(count_compilations)
-    yield
-    jax.monitoring.clear_event_listeners()
+    def _note(self, event, seconds, **details):
+        self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
 @on_worker0
-def test_alike_pieces_are_compiled_once(big_world, counted):
+def test_alike_pieces_are_compiled_once(big_world):
     step = jd.jit(lambda xs: sum(jd.rpc_sync(last(), mix, args=(x, x)).sum() * 3.5 for x in xs))
     xs = [X + k for k in range(12)]
     step(xs[:4])
-    before = compilations["count"]
-    found = step(xs)
-    assert compilations["count"] == before
+    with Compilations() as compiled:
+        found = step(xs)
+    assert compiled.count == 0
     assert_close(found, sum((mix(x, x) * 3.5).sum() for x in xs))
 
 
@@ -193,21 +193,6 @@ def test_what_calls_back_is_found():
     assert jaxprs.calls_back(equations(noisy))
     assert jaxprs.calls_back(equations(jax.jit(asks)))
     assert jaxprs.calls_back(equations(lambda x: jax.lax.scan(lambda x, _: (asks(x), None), x, None, length=2)[0]))
-
-
-class Compilations:
-    """A count of the programs that this process compiles in a block."""
-
-    def __enter__(self):
-        self.count = 0
-        jax.monitoring.register_event_duration_secs_listener(self._note)
-        return self
-
-    def __exit__(self, *error):
-        jax.monitoring.unregister_event_duration_listener(self._note)
-
-    def _note(self, event, seconds, **details):
-        self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
 @on_every_worker
