@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.callee.bundle import KEPT, Bundle, BundleRun, StopOutput, at_once
+from jdistgrad.autograd.callee.bundle import KEPT, Bundle, BundleRun, StopOutput
 from jdistgrad.autograd.callee.recording import CallStop, LinearCall
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.rpc.by_value import Cached
@@ -95,7 +95,7 @@ def test_calls_and_their_pullbacks_are_one_function():
 
     bundle = forward_and_back()
     for scale in (1, 2, 3):
-        value, gradient = at_once(bundle, [jnp.sin, cube, None, None], [scale * SPREAD, SPREAD])
+        value, gradient = bundle.at_once([jnp.sin, cube, None, None], [scale * SPREAD, SPREAD])
         expected, pullback = jax.vjp(lambda x: jnp.sin(x) ** 3, scale * SPREAD)
         np.testing.assert_allclose(value, expected, rtol=1e-6)
         np.testing.assert_allclose(gradient, pullback(SPREAD)[0], rtol=1e-5)
@@ -132,13 +132,13 @@ def looks(x):
 @pytest.mark.parametrize("function", [calls_somebody, prints, looks])
 def test_what_does_more_than_compute_goes_stop_by_stop(function):
     with jd.local_workers(1):
-        assert at_once(Bundle.of([CALL], [[0]], [StopOutput(0, 0)]), [function], [SPREAD]) is None
+        assert Bundle.of([CALL], [[0]], [StopOutput(0, 0)]).at_once([function], [SPREAD]) is None
 
 
 def test_outputs_that_are_inputs_are_no_copies():
     x = jnp.asarray(SPREAD)
     bundle = Bundle.of([CALL, CALL], [[0], [1]], [StopOutput(0, 0), StopOutput(1, 0)])
-    same, other = at_once(bundle, [lambda x: x, jnp.sin], [x, x])
+    same, other = bundle.at_once([lambda x: x, jnp.sin], [x, x])
     assert same is x
     np.testing.assert_allclose(other, jnp.sin(x))
 
@@ -146,7 +146,7 @@ def test_outputs_that_are_inputs_are_no_copies():
 def test_functions_that_are_ever_different_ones_are_not_compiled_for_ever():
     bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
     functions = [jax.jit(lambda x, k=k: x + k) for k in range(KEPT + 1)]
-    found = [at_once(bundle, [function], [SPREAD]) for function in functions]
+    found = [bundle.at_once([function], [SPREAD]) for function in functions]
     assert [one is None for one in found] == [False] * KEPT + [True]
 
 
@@ -154,7 +154,7 @@ def test_functions_are_let_go_with_their_bundle():
     bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
     function = jax.jit(lambda x: x + 1)
     alive = weakref.ref(function)
-    at_once(bundle, [function], [SPREAD])
+    bundle.at_once([function], [SPREAD])
     del bundle, function
     gc.collect()
     assert alive() is None
@@ -171,7 +171,7 @@ def test_each_shape_is_looked_at():
         return x * 2
 
     bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
-    found = [at_once(bundle, [picky], [np.ones(size, np.float32)]) for size in (2, 3, 4, 3, 2, 4)]
+    found = [bundle.at_once([picky], [np.ones(size, np.float32)]) for size in (2, 3, 4, 3, 2, 4)]
     assert [one is None for one in found] == [True, True, False, True, True, False]
 
 
@@ -180,5 +180,5 @@ def test_weak_types_do_not_count():
     bundle = Bundle.of([CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)], [[0, 1]], [StopOutput(0, 0)])
     weak = jnp.broadcast_to(jnp.asarray(2.0), (5,))
     assert weak.weak_type
-    (found,) = at_once(bundle, [jnp.add], [weak, SPREAD.astype(jnp.bfloat16)])
+    (found,) = bundle.at_once([jnp.add], [weak, SPREAD.astype(jnp.bfloat16)])
     assert found.dtype == jnp.float32

@@ -38,10 +38,6 @@ def in_thread(function, *args):
 
 @on_worker0
 def test_ids_have_their_creator_on_top(world):
-    def open_here():
-        with within(None), jd.context() as ctx:
-            return ctx.id, jd.worker_info().rank
-
     with jd.context() as ctx:
         assert ctx.id >> 48 == 0
         assert repr(ctx) == f"Context(0:{ctx.id & (1 << 48) - 1})"

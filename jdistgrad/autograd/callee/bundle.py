@@ -40,12 +40,15 @@ class StopOutput:
 Source = int | StopOutput | Uniform  # an int is the number of an array that the message brings
 
 
+Compiled = Callable[[list[Any]], list[Any] | None]  # from the items of a bundle to the wanted arrays
+
+
 @dataclasses.dataclass(eq=False)
 class Bundle:
     """Stops, the sources of the items of each, and the arrays that go back.
 
     ``needed``: arrays for later stops or the caller. ``forgotten``: for each stop, the arrays of which it is the last
-    user. ``compiled_forms``: the compiled forms made so far, by functions.
+    user.
     """
 
     stops: list[CallStop | LinearCall]
@@ -53,7 +56,11 @@ class Bundle:
     wanted: list[StopOutput]
     needed: frozenset[StopOutput]
     forgotten: list[list[int | StopOutput]]
-    compiled_forms: Any = None
+
+    def __post_init__(self) -> None:
+        self._compiled = collections.OrderedDict[tuple[int, ...], Compiled]()
+        self._made = self._used = 0
+        self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
         return Bundle.of, (self.stops, self.sources, self.wanted)
@@ -79,6 +86,25 @@ class Bundle:
             and not any(one.references for one in self.stops if isinstance(one, CallStop))
         )
 
+    def at_once(self, functions: list[Any], items: list[Any]) -> list[Any] | None:
+        """Run the bundle as one compiled function and return the wanted arrays.
+
+        Returns None if the stops must run one by one, or if most functions come only once. A compiled form keeps its
+        functions alive, so only those used last are kept.
+        """
+        key = tuple(map(id, functions))
+        with self._lock:
+            self._used += 1
+            run = self._compiled.get(key)
+            if run is not None:
+                self._compiled.move_to_end(key)
+            elif self._made < KEPT or self._used > 2 * self._made:
+                self._made += 1
+                run = self._compiled[key] = compiled_bundle(self, tuple(functions))
+                if len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+        return None if run is None else run(items)
+
     def walk(self, items: list[Any], run: Callable[[int, list[Any]], list[Any]]) -> list[Any]:
         """Return the wanted arrays. ``run`` makes the arrays of a stop. Arrays are dropped after their last use."""
         before = dict[StopOutput, Any]()
@@ -98,9 +124,6 @@ class Bundle:
                 else:
                     items[one] = None
         return [before[one] for one in self.wanted]
-
-
-Compiled = Callable[[list[Any]], list[Any] | None]  # from the items to the wanted arrays
 
 
 def compiled_bundle(bundle: Bundle, functions: tuple[Any, ...]) -> Compiled:
@@ -138,46 +161,8 @@ def compiled_bundle(bundle: Bundle, functions: tuple[Any, ...]) -> Compiled:
     return run_at_once
 
 
-class CompiledBundles:
-    """An LRU cache of one bundle's compiled forms. Entries keep their functions alive."""
-
-    def __init__(self) -> None:
-        self._found: collections.OrderedDict[tuple[int, ...], Compiled] = collections.OrderedDict()
-        self._made = self._used = 0
-        self._lock = threading.Lock()
-
-    def of(self, bundle: Bundle, functions: list[Any]) -> Compiled | None:
-        """Return the compiled form for these functions, or None if most functions come only once."""
-        key = tuple(map(id, functions))
-        with self._lock:
-            self._used += 1
-            found = self._found.get(key)
-            if found is not None:
-                self._found.move_to_end(key)
-            elif self._made < KEPT or self._used > 2 * self._made:
-                self._made += 1
-                found = self._found[key] = compiled_bundle(bundle, tuple(functions))
-                if len(self._found) > KEPT:
-                    self._found.popitem(last=False)
-            return found
-
-
-def at_once(bundle: Bundle, functions: list[Any], items: list[Any]) -> list[Any] | None:
-    """Run a bundle as one compiled function and return the wanted arrays; None if the stops must run one by one."""
-    if bundle.compiled_forms is None:
-        bundle.compiled_forms = CompiledBundles()
-    run = bundle.compiled_forms.of(bundle, functions)
-    return None if run is None else run(items)
-
-
 class BundleRun(ServedFunction):
-    """A run of a bundle.
-
-    Arguments:
-      functions: the function of each stop, None for pulls.
-      numbers: the ids of each stop's messages and contributions.
-      items: the arrays that the message brings.
-    """
+    """A run of a bundle: its functions (None for pulls), the ids of each stop's messages, and the arrays brought."""
 
     takes_references = True
 
@@ -227,7 +212,7 @@ class BundleRun(ServedFunction):
 
     def _at_once(self) -> list[Any] | None:
         try:
-            found = at_once(self._bundle.value, self._functions, self._items)
+            found = self._bundle.value.at_once(self._functions, self._items)
             jax.block_until_ready(found)  # raises here any error from computing them
         except Exception:
             self._looks_for_failure = True

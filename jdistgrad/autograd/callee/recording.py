@@ -139,13 +139,10 @@ class Recording:
 
 
 def _apart(leaves: list[Any], named: set[int], lanes: tuple[Lane, ...]) -> tuple[list[Any], list[Any], list[int], int]:
-    """Take the arguments of a recorded call apart.
+    """Take the arguments of a recorded call apart: the arrays of named leaves and of their values are its operands.
 
-    Returns:
-      The leaves, with values in place of references, and trees with holes in place of those that are named.
-      The arrays for these holes, which are the operands, with their lanes.
-      The leaf of each operand.
-      The number of references that are left.
+    Returns the leaves, with values in place of references and holes in place of operands; the operands, with their
+    lanes; the leaf of each operand; and the number of references that are left.
     """
     fetched = {leaf: leaf.value_future(math.inf) for leaf in leaves if isinstance(leaf, RRef)}
     values = {reference: future.result() for reference, future in fetched.items()}
