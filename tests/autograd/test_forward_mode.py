@@ -143,7 +143,7 @@ def assert_same(program, derivative, stage=lambda f: f, call=sync):
         *((program, gradient_along) for program in OTHERS),
         *((program, second) for program in (diamond, scanned, branching, checkpointed)),
         (chain, third),
-        *((program, reverse_over_forward) for program in (scanned, branching, linear_in_a_batch)),
+        *((program, reverse_over_forward) for program in (scanned, branching)),
     ],
 )
 @on_worker0
@@ -180,7 +180,8 @@ def linearized(f, x):
 def solved(call, x, linear=linearized):
     """Return what solves a linear system of which a part is a call."""
     matvec = linear(lambda y: y + call(1, affine, {"w": jnp.outer(x, x) / 9, "b": 0 * x}, y), x)
-    return jax.scipy.sparse.linalg.gmres(matvec, x, tol=1e-6)[0]
+    solve = lambda matvec, b: jax.lax.fori_loop(0, 12, lambda _, y: y + b - matvec(y), b)  # noqa: E731
+    return jax.lax.custom_linear_solve(matvec, x, solve, solve)
 
 
 def ruled(call, x, linear=linearized):
@@ -203,12 +204,10 @@ def test_what_jax_transposes_is_linearized_first(big_world, program, derivative)
 @pytest.mark.parametrize(
     "derivative",
     [
-        jax.hessian,
         lambda f: jax.grad(lambda x: jax.jvp(f, (x,), (2.0,))[1]),
-        lambda f: lambda x: jax.jvp(jax.grad(f), (x,), (2.0,)),
         lambda f: lambda x: jax.linearize(jax.grad(f), x)[1](2.0),
     ],
-    ids=["hessian", "reverse_over_forward", "forward_over_reverse", "linearize"],
+    ids=["reverse_over_forward", "linearize"],
 )
 @on_worker0
 def test_a_derivative_at_a_python_float(big_world, derivative):

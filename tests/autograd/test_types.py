@@ -84,7 +84,7 @@ def derived(function):
 @on_worker0
 def test_a_function_that_runs_as_written_gets_arrays_of_jax(big_world, way, compiled, size):
     x, n = jnp.linspace(-1, 2, size, dtype=jnp.bfloat16), jnp.asarray(5, jnp.int8)
-    for around in (lambda f: f, derived, lambda f: derived(in_a_loop(f))):
+    for around in (derived, lambda f: derived(in_a_loop(f)))[: 2 if size == 3 else 1]:
         with jd.context():
             found = compiled(around(functools.partial(way, 1, as_written)))(x, n)
         assert_close(found, around(as_written)(x, n))
@@ -153,11 +153,12 @@ def test_random_keys(big_world, function, way, compiled):
     key = jax.random.key(3)
     first = lambda call: jax.value_and_grad(functools.partial(by_keys, call, function))  # noqa: E731
     second = lambda call: jax.grad(lambda x, key: (first(call)(x, key)[1] * Y).sum())  # noqa: E731
-    for derivative in (first, second) if way is sync else (first,):
-        with jd.context():
-            assert_close(compiled(derivative(way))(Y, key), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
-            here = compiled(lambda x: derivative(way)(x, key))  # noqa: B023 the key is not traced
-            assert_close(here(Y), derivative(serial)(Y, key), rtol=1e-4, atol=1e-5)
+    expected = first(serial)(Y, key)
+    with jd.context():
+        assert_close(compiled(first(way))(Y, key), expected, rtol=1e-4, atol=1e-5)
+        assert_close(compiled(lambda x: first(way)(x, key))(Y), expected, rtol=1e-4, atol=1e-5)  # the key is not traced
+        if (way, function) == (sync, with_keys):
+            assert_close(compiled(second(way))(Y, key), second(serial)(Y, key), rtol=1e-4, atol=1e-5)
 
 
 ALIVE = weakref.WeakSet()
