@@ -33,7 +33,7 @@ def test_arguments_that_a_pullback_keeps_are_not_copied():
     kept = jax.tree.leaves(found.pullbacks)
     assert {id(a), id(b)} <= {id(one) for one in kept}
     expected = jax.vjp(function, a, b)[1]((jnp.ones(3), jnp.arange(3.0)))
-    for mine, theirs in zip(found.pull(0, (0, 1), [jnp.ones(3), jnp.arange(3.0)]), expected, strict=True):
+    for mine, theirs in zip(found.linear(0, (0, 1), [jnp.ones(3), jnp.arange(3.0)]), expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-6)
 
 
@@ -42,7 +42,7 @@ def test_a_result_that_is_an_argument_twice_is_an_array_of_jax(make):
     found, _ = differentiated(jax.jit(lambda a, b: (a, a, b + 1)), make(3), make((2, 1)))
     assert all(isinstance(one, jax.Array) for one in found.result)
     assert [one.shape for one in found.result] == [(3,), (3,), (2, 1)]
-    (first, second) = found.pull(0, (0, 2), [jnp.full(3, 5.0), jnp.full((2, 1), 7.0)])
+    (first, second) = found.linear(0, (0, 2), [jnp.full(3, 5.0), jnp.full((2, 1), 7.0)])
     np.testing.assert_array_equal(first, np.full(3, 5.0))
     np.testing.assert_array_equal(second, np.full((2, 1), 7.0))
 
@@ -56,7 +56,7 @@ def test_a_jitted_function_is_compiled_once_for_all_integers(static):
         found = differentiate(function, layout, operands, ((0,),), references=False)
         np.testing.assert_array_equal(found.result[0], k * np.arange(1.0, 4.0))
         assert (found.result[1], found.result[1].dtype, found.result[2].dtype) == (k, "int32", "bool")
-        np.testing.assert_array_equal(found.pull(0, (0,), [jnp.ones(3)])[0], np.full(3, k))
+        np.testing.assert_array_equal(found.linear(0, (0,), [jnp.ones(3)])[0], np.full(3, k))
         forms.add(_compiled_for(function, layout, ((0,),)))
     assert len(forms) == (3 if static else 1)
 
@@ -98,7 +98,7 @@ def test_what_users_make_of_a_function_of_jax_runs_as_written(decorate):
     for scaled.scale in (1.0, 3.0):
         found, (a,) = differentiated(function, jnp.arange(3.0))
         np.testing.assert_allclose(found.result, scaled.scale * jnp.sin(a), rtol=1e-6)
-        np.testing.assert_allclose(found.pull(0, (0,), [jnp.ones(3)])[0], scaled.scale * jnp.cos(a), rtol=1e-6)
+        np.testing.assert_allclose(found.linear(0, (0,), [jnp.ones(3)])[0], scaled.scale * jnp.cos(a), rtol=1e-6)
 
 
 @pytest.mark.parametrize("function", [jnp.sin, jnp.cumulative_sum, jax.nn.relu, jax.lax.exp, jax.vmap(jnp.sin)])
@@ -122,9 +122,9 @@ def test_each_order_has_a_pullback_of_its_own_operands():
 
     layout, (a, b) = split(((jnp.arange(1.0, 4.0), jnp.array([2.0, 3.0, 4.0])), {}), lambda leaf: True)
     found = differentiate(function, layout, [a, b], ((0,), (0, 1)), references=False)
-    (inner,) = found.pull(0, (0,), [b])
+    (inner,) = found.linear(0, (0,), [b])
     np.testing.assert_allclose(inner, -5 * a * b * b, rtol=1e-6)
-    outer = found.pull(1, (0,), [b])
+    outer = found.linear(1, (0,), [b])
     np.testing.assert_allclose(outer, [3 * a**2 * b * b, a**3 * b], rtol=1e-6)
     np.testing.assert_allclose(found.result, a**3 * b, rtol=1e-6)
     assert len(runs) == 1
@@ -149,8 +149,8 @@ def test_the_pullbacks_compiled_for_a_jitted_function_go_with_it():
     def gradient_and_tangent():
         function, _ = jitted(5.0)
         found, (x,) = differentiated(function, jnp.arange(3.0))
-        found.pull(0, (0,), [jnp.ones(3)])
-        found.push(0, [x])
+        found.linear(0, (0,), [jnp.ones(3)])
+        found.linear(0, None, [x])
 
     gradient_and_tangent()
     gc.collect()
@@ -169,4 +169,4 @@ def test_a_function_that_wraps_a_jitted_one_has_programs_of_its_own():
     found, (a,) = differentiated(other, jnp.arange(3.0))
     assert found.compiled
     np.testing.assert_allclose(found.result, 5 * a**2 + a)
-    np.testing.assert_allclose(found.pull(0, (0,), [jnp.ones(3)])[0], 10 * a + 1)
+    np.testing.assert_allclose(found.linear(0, (0,), [jnp.ones(3)])[0], 10 * a + 1)

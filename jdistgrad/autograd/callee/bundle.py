@@ -135,8 +135,7 @@ def compiled_bundle(bundle: Bundle, functions: tuple[Any, ...]) -> Compiled:
         def stop(turn: int, items: list[Any]) -> list[Any]:
             one, function = bundle.stops[turn], functions[turn]
             if isinstance(one, LinearCall):
-                assert one.live is not None, "tangents are not pushed in bundles"
-                return recordings.pop(one.call).derived.pull(one.order, one.live, items, one.maps)
+                return recordings.pop(one.call).derived.linear(one.order, one.live, items, one.maps)
             if not one.orders:
                 return one.run(function, items)
             args, kwargs = one.arguments.fill(made(items))

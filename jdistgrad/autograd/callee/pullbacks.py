@@ -40,13 +40,12 @@ class Differentiated:
     compiled: "Compiled | None"
     state: Any = None  # that the run started from, if the function changes state
 
-    def pull(self, order: int, live: tuple[int, ...], cotangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
-        pull = _pull if self.compiled is None else self.compiled.pull
-        return list(pull(self.pullbacks[order], live, cotangents, self.shapes, maps))
-
-    def push(self, order: int, tangents: list[Any], maps: "tuple[Map, ...]" = ()) -> list[Any]:
-        push = _push if self.compiled is None else self.compiled.push
-        return list(push(self.pullbacks[order], tangents, self.shapes, maps))
+    def linear(
+        self, order: int, live: tuple[int, ...] | None, inputs: list[Any], maps: "tuple[Map, ...]" = ()
+    ) -> list[Any]:
+        """Pull the cotangents of the live results (those of others are zero), or if ``live`` is None, push tangents."""
+        linear = _linear if self.compiled is None else self.compiled.linear
+        return list(linear(self.pullbacks[order], live, inputs, self.shapes, maps))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,24 +98,19 @@ def _left(function: Any, args: Args) -> Any:
     return None if state is None else state.left
 
 
-def _pull(pullback: Any, live: tuple[int, ...], cotangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
-    def pull(*cotangents: Any) -> Any:
-        known = dict(zip(live, cotangents, strict=True))
+def _linear(pullback: Any, live: tuple[int, ...] | None, inputs: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
+    def linear(*inputs: Any) -> Any:
+        if live is None:
+            return transposed(pullback, inputs, shapes)
+        known = dict(zip(live, inputs, strict=True))
         zero = lambda shape: ad.Zero(jax.core.ShapedArray(*shape))  # noqa: E731 stays zero times infinity
         return pulled(pullback, [known[k] if k in known else zero(shape) for k, shape in enumerate(shapes)])
 
-    return _mapped(pull, maps)(*made(cotangents))
-
-
-def _push(pullback: Any, tangents: list[Any], shapes: Any, maps: tuple[Map, ...]) -> Any:
-    return _mapped(lambda *tangents: transposed(pullback, tangents, shapes), maps)(*made(tangents))
-
-
-def _mapped(function: Any, maps: tuple[Map, ...]) -> Any:
+    mapped: Any = linear
     for one in maps:
         axes = [one.axis if flag else None for flag in one.flags]
-        function = jax.vmap(function, axes, one.axis, axis_size=one.size)
-    return function
+        mapped = jax.vmap(mapped, axes, one.axis, axis_size=one.size)
+    return mapped(*made(inputs))
 
 
 @jax.tree_util.register_dataclass
@@ -147,8 +141,8 @@ class Outputs:
 class Compiled:
     """A function compiled together with its pullbacks, for one structure of arguments.
 
-    ``pull`` and ``push`` are ``_pull`` and ``_push`` of these pullbacks, compiled: JAX keeps what it has compiled for a
-    function as long as that function.
+    ``linear`` is ``_linear`` of these pullbacks, compiled: JAX keeps what it has compiled for a function as long as
+    that function.
     """
 
     def __init__(self, function: Any, structure: Any, kinds: tuple[Any, ...], orders: Orders):
@@ -166,8 +160,7 @@ class Compiled:
             return Outputs.of((result, left, pullbacks), [*variables, *constants])
 
         self._forward = jax.jit(forward)
-        self.pull = jax.jit(lambda *arguments: _pull(*arguments), static_argnums=(1, 3, 4))
-        self.push = jax.jit(lambda *arguments: _push(*arguments), static_argnums=(2, 3))
+        self.linear = jax.jit(lambda *arguments: _linear(*arguments), static_argnums=(1, 3, 4))
 
     def forward(self, variables: list[Any], layout: Layout) -> tuple[Any, Any, list[Any]]:
         """Return the function's result, the state that it leaves (None: the same), and its pullbacks."""

@@ -118,7 +118,7 @@ class Recording:
             live = tuple(k for k, one in enumerate(sums) if one is not None)
             maps = tuple(dataclasses.replace(one, flags=(True,) * len(live)) for one in maps)
             cotangents = [sums[k] for k in live]
-        flat = iter(self.derived.pull(pulled.order, live, cotangents, maps))
+        flat = iter(self.derived.linear(pulled.order, live, cotangents, maps))
         marks = np.full((*lanes, *NO_MARKS.shape), mark(pulled.number), NO_MARKS.dtype)
         # The gradients of references go to their owners, and the marks of these contributions back to the caller.
         found, gradients = list[Any](), dict[RRef[Any], list[Any]]()
@@ -201,7 +201,7 @@ class LinearCall(ServedFunction):
             tape = current_tape(lambda: self.label)
             recording: Recording = tape.recordings.find(self.message, last=self.last)
             if self.live is None:
-                return recording.derived.push(self.order, inputs, self.maps)
+                return recording.derived.linear(self.order, None, inputs, self.maps)
             return recording.pull(tape, self, self.live, inputs)
 
 

@@ -4,8 +4,6 @@ import concurrent.futures
 import contextlib
 import contextvars
 import dataclasses
-import functools
-import pickle
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,31 +18,31 @@ from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.autograd.values.primitive import Batched, Started, bind
 from jdistgrad.autograd.values.results import Results
-from jdistgrad.autograd.values.typed import MadeOf
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.rpc.by_value import OWN
-from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.by_value import OWN, Cached
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 
 
-@dataclasses.dataclass(frozen=True)
-class Using(MadeOf):
+class Using(ServedFunction):
     """A function of the gradients of some values, which waits until all contributions to them have come.
 
     Its first argument holds for each value the marks of these contributions, in parts to be added up. The contributions
-    stay in the ledger. The function is one of this package: it is encoded once.
+    stay in the ledger. ``content``: the function, which is one of this package, the ids of the references, and their
+    names.
     """
 
-    references: tuple[int, ...]
-    values: tuple[str, ...]  # the references, in words
-
-    @functools.cached_property
-    def stream(self) -> bytes:
-        return pickle.dumps((self.function, self.references, self.values), protocol=5)
+    def __init__(self, content: Cached[tuple[Any, tuple[int, ...], tuple[str, ...]]]):
+        self._content = content
+        self.function, self.references, self.values = content.value
 
     def __reduce__(self) -> Any:
-        return _arrived, (self.stream,)
+        return Using, (self._content,)
+
+    @property
+    def label(self) -> str:
+        return describe(self.function)
 
     def __call__(self, marks: Sequence[Sequence[Any]], *rest: Any) -> Any:
         ledger = current_tape(lambda: self.label).ledger
@@ -82,11 +80,6 @@ class Using(MadeOf):
 
 
 OWN.add(Using)
-
-
-@functools.lru_cache(maxsize=4096)
-def _arrived(stream: bytes) -> Using:
-    return Using(*pickle.loads(stream))
 
 
 # Uses, each with an object that it needs. JAX keeps operations for ever, so the object is not in them.
@@ -175,7 +168,7 @@ def use(function: Any, gradients: Sequence[tuple[RRef[Any], Any]], others: Seque
     results.learn((Layout(Hole(), (0,)), [function.result]))
     operation = Use(
         owner,
-        Using(function, tuple(rref.id for rref in rrefs), tuple(map(str, rrefs))),
+        Using(Cached((function, tuple(rref.id for rref in rrefs), tuple(map(str, rrefs))))),
         _arguments(ones, len(others)),
         results,
         where=where(),
