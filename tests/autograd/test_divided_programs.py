@@ -82,10 +82,6 @@ def gradient_here(ctx, rref):
     return jd.get_gradients(ctx)[rref]
 
 
-# XLA runs programs of few operations, or on small arrays, one operation after the other.
-SCALES, LARGE = range(1, 5), np.linspace(-1, 1, 4096, dtype="float32")
-
-
 def positive(x):
     if not isinstance(x, jax.core.Tracer) and (x < 0).any():
         raise ValueError("a negative number")

@@ -152,20 +152,6 @@ def test_a_repeated_pullback_counts_once_for_references(world):
         assert_close(gradient.to_here(), X**2)
 
 
-def held_here(context):
-    return len(current_worker().scopes.find(context).content(Tape).recordings)
-
-
-@on_worker0
-def test_what_is_recorded_is_kept_until_the_context_ends(world):
-    with jd.context() as ctx:
-        _, pullback = jax.vjp(lambda x: jd.rpc_sync(rank(1), product, args=(x, x)), X)
-        assert jd.rpc_sync(rank(1), held_here, args=(ctx.id,)) == 1
-        for _ in range(3):
-            assert_close(pullback(X), (2 * X**2,))
-        assert jd.rpc_sync(rank(1), held_here, args=(ctx.id,)) == 1
-
-
 def scaled(factor):
     return factor * X
 

@@ -30,16 +30,6 @@ def numbers(contributions):
     return [one.number for one in contributions]
 
 
-def test_whoever_takes_waits_for_the_count():
-    ledger = Ledger()
-    taken = ledger.take(NODE, marks(1, 3, 5))
-    for number in (5, 1):
-        ledger.put(NODE, part(number))
-        assert not taken.done()
-    ledger.put(NODE, part(3))
-    assert numbers(taken.result(0)) == [1, 3, 5]
-
-
 def test_who_takes_none_leaves_those_of_others():
     ledger = Ledger()
     others = ledger.take(NODE, marks(1, 2))
@@ -78,8 +68,9 @@ def test_what_has_replaced_contributions_can_be_read_as_any_of_them():
     ledger = Ledger()
     ledger.put(NODE, part(1))
     ledger.put(NODE, part(2))
-    ledger.write(NODE, [jnp.zeros(2)])
+    ledger.write(NODE, [jnp.full(2, 9.0)])
     assert ledger.may_be_sum(NODE, tuple(marks(1)))
+    np.testing.assert_array_equal(total(ledger.read(NODE))[0], [9.0, 9.0])
 
 
 def test_so_many_that_their_marks_are_not_exact_are_counted():
@@ -103,21 +94,17 @@ def test_the_same_number_counts_once():
     np.testing.assert_array_equal(total(taken.result(0))[0], [2.0, 2.0])
 
 
-def test_a_batched_contribution_counts_for_each_lane():
+@pytest.mark.parametrize(
+    ("wanted", "lanes", "parts"),
+    [(((1, 6), 2), (), (part(1, lanes=(2, 3)), part(2))), ((1, 2), (3,), (part(1, lanes=(3,)), part(2, lanes=(3,))))],
+    ids=["each lane counts", "a batched taker counts each once"],
+)
+def test_batched_contributions(wanted, lanes, parts):
     ledger = Ledger()
-    taken = ledger.take(NODE, marks((1, 6), 2))
-    ledger.put(NODE, part(1, lanes=(2, 3)))
+    taken = ledger.take(NODE, marks(*wanted), lanes)
+    ledger.put(NODE, parts[0])
     assert not taken.done()
-    ledger.put(NODE, part(2))
-    assert numbers(taken.result(0)) == [1, 2]
-
-
-def test_a_batched_taker_counts_each_contribution_once():
-    ledger = Ledger()
-    taken = ledger.take(NODE, marks(1, 2), (3,))
-    ledger.put(NODE, part(1, lanes=(3,)))
-    assert not taken.done()
-    ledger.put(NODE, part(2, lanes=(3,)))
+    ledger.put(NODE, parts[1])
     assert numbers(taken.result(0)) == [1, 2]
 
 
@@ -183,14 +170,6 @@ def test_giving_up_ends_every_wait_now_and_later():
     later = ledger.take(Target(REFERENCE, 3), marks(1))
     for one in (waits[0], waits[2], later):
         assert isinstance(one.exception(0), jd.ContextError)
-
-
-def test_one_gradient_in_the_place_of_its_parts():
-    ledger = Ledger()
-    for number in (1, 2):
-        ledger.put(NODE, part(number))
-    ledger.write(NODE, [jnp.full(2, 9.0)])
-    np.testing.assert_array_equal(total(ledger.read(NODE))[0], [9.0, 9.0])
 
 
 def test_uses_after_an_average_take_what_has_replaced_their_gradient():
