@@ -8,8 +8,7 @@ from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish
 from jdistgrad.autograd.operations.remote_calls import CallRemote
-from jdistgrad.autograd.values.holes import is_array, operands_of, split
-from jdistgrad.autograd.values.results import Results
+from jdistgrad.autograd.values.holes import Results, is_array, operands_of, split
 from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.functions import Args, Kwargs

@@ -12,8 +12,7 @@ import numpy as np
 
 from jdistgrad.autograd.callee.orders import explained
 from jdistgrad.autograd.callee.pullbacks import Outputs
-from jdistgrad.autograd.values.holes import can_be_traced, is_differentiable
-from jdistgrad.autograd.values.results import strong
+from jdistgrad.autograd.values.holes import can_be_traced, is_differentiable, strong
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import once_for_all

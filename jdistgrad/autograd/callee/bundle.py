@@ -18,8 +18,8 @@ from jdistgrad import events
 from jdistgrad.autograd.callee.pullbacks import Outputs
 from jdistgrad.autograd.callee.recording import CallStop, LinearCall, RecordCall, Recording
 from jdistgrad.autograd.tape.tape import Place, answer, current_tape, next_message
+from jdistgrad.autograd.values.holes import Uniform, as_jax, made, strong
 from jdistgrad.autograd.values.primitive import has_wire
-from jdistgrad.autograd.values.results import Uniform, as_jax, made, strong
 from jdistgrad.rpc.by_value import OWN, Cached
 from jdistgrad.rpc.calls.pending import task_served
 from jdistgrad.rpc.functions import ServedFunction, describe

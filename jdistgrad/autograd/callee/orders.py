@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad.autograd.values.results import as_jax
+from jdistgrad.autograd.values.holes import as_jax
 from jdistgrad.errors import DifferentiationError, DistgradError
 from jdistgrad.rpc.functions import describe
 

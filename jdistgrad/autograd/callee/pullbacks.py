@@ -20,8 +20,7 @@ from jdistgrad.autograd.callee.functions import (
 )
 from jdistgrad.autograd.callee.orders import Orders, differentiated, explained, pulled, transposed
 from jdistgrad.autograd.callee.state import changing_state, state_among
-from jdistgrad.autograd.values.holes import Hole, Layout, is_array, split
-from jdistgrad.autograd.values.results import made
+from jdistgrad.autograd.values.holes import Hole, Layout, is_array, made, split
 from jdistgrad.rpc.functions import JITTED, Args
 from jdistgrad.rpc.futures import answer_of
 from jdistgrad.wire.arrays import as_jax_array

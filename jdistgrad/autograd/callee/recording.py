@@ -25,8 +25,7 @@ from jdistgrad.autograd.tape.tape import (
     note_fetched,
     serving,
 )
-from jdistgrad.autograd.values.holes import Layout, has_gradient, is_array, split
-from jdistgrad.autograd.values.results import as_jax, changed_structure, made
+from jdistgrad.autograd.values.holes import Layout, as_jax, changed_structure, has_gradient, is_array, made, split
 from jdistgrad.autograd.values.typed import MadeOf
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction

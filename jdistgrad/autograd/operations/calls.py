@@ -13,9 +13,8 @@ from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import CallStop, Lane, RecordCall
 from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message, next_place
-from jdistgrad.autograd.values.holes import Layout, ReferenceHole, is_differentiable
+from jdistgrad.autograd.values.holes import Layout, ReferenceHole, Results, is_differentiable
 from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Operation, Shapes, Started
-from jdistgrad.autograd.values.results import Results
 from jdistgrad.autograd.values.typed import ArraysOf
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope

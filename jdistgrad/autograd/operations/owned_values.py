@@ -17,9 +17,8 @@ import numpy as np
 from jdistgrad.autograd.tape.contributions import accept, arrays_of_value, take, value_layout
 from jdistgrad.autograd.tape.ledger import Contribution, mark
 from jdistgrad.autograd.tape.tape import current_tape, gradient_link, next_number, next_place, note_fetched
-from jdistgrad.autograd.values.holes import Layout, arrays_of, reference_of
+from jdistgrad.autograd.values.holes import Layout, Results, arrays_of, as_jax, reference_of
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
-from jdistgrad.autograd.values.results import Results, as_jax
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.claims import Claim

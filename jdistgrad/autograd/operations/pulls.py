@@ -11,9 +11,8 @@ from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import LinearCall
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_number, next_place
-from jdistgrad.autograd.values.holes import Hole, Layout
+from jdistgrad.autograd.values.holes import Hole, Layout, Results
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
-from jdistgrad.autograd.values.results import Results
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within

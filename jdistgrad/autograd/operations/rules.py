@@ -22,7 +22,7 @@ from jdistgrad.autograd.operations.pulls import DrawNumber, Linear, Pull, Push
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN
 from jdistgrad.autograd.values.holes import is_differentiable
-from jdistgrad.autograd.values.primitive import as_array, evaluate, of_each_device, untied_p, wire_p
+from jdistgrad.autograd.values.primitive import Operation, as_array, evaluate, of_each_device, untied_p, wire_p
 from jdistgrad.errors import DifferentiationError
 
 
@@ -34,15 +34,18 @@ class Fixed:
     value: Any
 
 
-def with_pullback(primal: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
-    """Give a function a pullback. ``forward`` gets the numbers of the perturbed operands, and the operands."""
+def with_pullback(operation: Operation, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+    """Return an operation as a function of its operands that has a pullback.
+
+    ``forward`` gets the numbers of the perturbed operands, and the operands.
+    """
 
     def record(*operands: Any) -> Any:
         values = [as_array(one.value) for one in operands]  # under jvp JAX hands over users' Python floats
         perturbed = tuple(k for k, one in enumerate(operands) if one.perturbed and is_differentiable(values[k]))
         return forward(perturbed, *values)
 
-    rule = jax.custom_vjp(primal)
+    rule = jax.custom_vjp(lambda *operands: evaluate(operation, operands))
     rule.defvjp(record, backward, symbolic_zeros=True)
 
     def apply(*operands: Any) -> Any:
@@ -199,7 +202,7 @@ def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, 
         token, count = residuals
         return (_put_back(owner, REFERENCE, token, cotangents), None)[: count.value]
 
-    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_pullback(operation, forward, backward)
 
 
 def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
@@ -212,7 +215,7 @@ def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
     def backward(token: Any, cotangents: Any) -> Any:
         return _put_back(operation.owner, TAKEN, token, cotangents[:-1], operation), None
 
-    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_pullback(operation, forward, backward)
 
 
 def _put_back(owner: int, kind: str, token: Any, cotangents: Sequence[Any], taken: Take | None = None) -> Any:
@@ -237,7 +240,7 @@ def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[A
     def backward(residuals: Any, cotangents: Any) -> Any:
         return _taken(owner, REFERENCE, residuals, cotangents[0], token)
 
-    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_pullback(operation, forward, backward)
 
 
 def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
@@ -251,7 +254,7 @@ def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
     def backward(residuals: Any, cotangents: Any) -> Any:
         return _taken(operation.owner, CONTRIBUTION, residuals[0], cotangents[0], residuals[1])
 
-    return with_pullback(lambda *operands: evaluate(operation, operands), forward, backward)
+    return with_pullback(operation, forward, backward)
 
 
 def _to_take(perturbed: tuple[int, ...], numbers: tuple[int, ...], total: int, operands: Sequence[Any]) -> Fixed:

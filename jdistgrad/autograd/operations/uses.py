@@ -15,9 +15,8 @@ from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Request
 from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
-from jdistgrad.autograd.values.holes import Hole, Layout
+from jdistgrad.autograd.values.holes import Hole, Layout, Results
 from jdistgrad.autograd.values.primitive import Batched, Started, bind
-from jdistgrad.autograd.values.results import Results
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.by_value import OWN, Cached
 from jdistgrad.rpc.functions import ServedFunction, describe

@@ -22,9 +22,8 @@ from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_order
 from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message, next_number, next_place
-from jdistgrad.autograd.values.holes import Hole, Operand
+from jdistgrad.autograd.values.holes import Hole, Operand, Uniform
 from jdistgrad.autograd.values.primitive import Started
-from jdistgrad.autograd.values.results import Uniform
 from jdistgrad.rpc.by_value import Cached, from_cache
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe

@@ -18,9 +18,8 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Fetch
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
-from jdistgrad.autograd.values.holes import is_differentiable
+from jdistgrad.autograd.values.holes import Uniform, is_differentiable
 from jdistgrad.autograd.values.primitive import operations_in
-from jdistgrad.autograd.values.results import Uniform
 from jdistgrad.rpc.references.handles import NO_MARKS
 
 ADDITIONS = {"add", "add_any"}

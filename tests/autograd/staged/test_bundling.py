@@ -9,9 +9,8 @@ from jdistgrad.autograd.callee.bundle import StopOutput
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.staged.bundling import BundleCall
 from jdistgrad.autograd.staged.plan import cut
-from jdistgrad.autograd.values.holes import Hole, Layout
+from jdistgrad.autograd.values.holes import Hole, Layout, Results, Uniform
 from jdistgrad.autograd.values.primitive import wire_p
-from jdistgrad.autograd.values.results import Results, Uniform
 
 X = np.ones(3, np.float32)
 
