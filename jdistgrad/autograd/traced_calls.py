@@ -8,7 +8,7 @@ from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish
 from jdistgrad.autograd.operations.remote_calls import CallRemote
-from jdistgrad.autograd.values.holes import Results, is_array, operands_of, split
+from jdistgrad.autograd.values.holes import Layout, Results, is_array, operands_of, split
 from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.functions import Args, Kwargs
@@ -22,26 +22,21 @@ from jdistgrad.wire.ids import as_token
 
 class TracedCalls:
     def rpc_sync(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
-        peer, results = current_worker().directory.find(to), Results()
-        function, args, kwargs = _to_trace(function, args, kwargs)
-        arguments, operands = split((args, kwargs))
-        operation = Call(peer.rank, function, arguments, results, timeout, where=where())
-        return results.rebuild(rules.with_tangents(operation)(*operands))
+        call, operands = _to_trace(to, function, args, kwargs)
+        operation = Call(*call, timeout, where=where())
+        return operation.results.rebuild(rules.with_tangents(operation)(*operands))
 
     def rpc_async(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         """Make the call at once and return a future that is done. The staged step sends calls out together."""
         return done_future(functools.partial(self.rpc_sync, to, function, args, kwargs, timeout))
 
     def remote(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:
-        peer, results = current_worker().directory.find(to), Results()
-        function, args, kwargs = _to_trace(function, args, kwargs)
-        arguments, operands = split((args, kwargs))
-        staged = traced_hook.staging()
-        operation = CallRemote(peer.rank, function, arguments, results, timeout, where=where(), staged=staged)
+        call, operands = _to_trace(to, function, args, kwargs)
+        operation = CallRemote(*call, timeout, where=where(), staged=traced_hook.staging())
         marks, token = rules.with_tangents(operation)(*operands)
         if operation.made:  # the call has already run: its reference is known
             return RRef._of(operation.made.pop(), with_marks(marks))
-        return staged_reference(peer.rank, results, with_marks(marks), token)
+        return staged_reference(operation.to, operation.results, with_marks(marks), token)
 
     def fetch(self, rref: RRef[Any], timeout: float | None) -> Any:
         operands, structure = operands_of(rref)
@@ -63,12 +58,17 @@ class TracedCalls:
         return RRef._of(claim, with_marks(marks))
 
 
-def _to_trace(function: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any, Any]:
-    """Return a call with plain arrays. NumPy arrays of a staged one stay as they are now, as constants of JAX do."""
-    staged = traced_hook.staging()
+def _to_trace(to: Any, function: Any, args: Args, kwargs: Kwargs) -> tuple[tuple[int, Any, Layout, Results], list[Any]]:
+    """Return what makes a call with plain arrays, and its operands.
+
+    NumPy arrays of a staged call stay as they are now, as constants of JAX do.
+    """
+    peer, staged = current_worker().directory.find(to), traced_hook.staging()
     if staged:
         args, kwargs = trees.steady((args, kwargs))
-    return plain(function, args, kwargs, arrays=staged and not is_pure(function))
+    function, args, kwargs = plain(function, args, kwargs, arrays=staged and not is_pure(function))
+    arguments, operands = split((args, kwargs))
+    return (peer.rank, function, arguments, Results()), operands
 
 
 def install() -> None:

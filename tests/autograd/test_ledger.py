@@ -10,7 +10,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, EXACT, REFERENCE, Contribution, Ledger, Target, mark, total
-from jdistgrad.autograd.tape.tape import PullbackTable
+from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.errors import ContextError
 
 NODE = Target(REFERENCE, 7)
@@ -182,12 +182,12 @@ def test_uses_after_an_average_take_what_has_replaced_their_gradient():
         np.testing.assert_array_equal(found.leaves[0], [average, average])
 
 
-def found_by_a_thread(recordings, message):
+def found_by_a_thread(tape, message):
     found = []
 
     def find():
         try:
-            found.append(recordings.find(message, last=False))
+            found.append(tape.find(message, last=False))
         except ContextError as error:
             found.append(error)
 
@@ -197,31 +197,31 @@ def found_by_a_thread(recordings, message):
 
 
 def test_a_pull_waits_for_its_recording_and_for_no_other():
-    recordings = PullbackTable()
-    thread, found = found_by_a_thread(recordings, 7)
-    recordings.keep(8, "another")
+    tape = Tape()
+    thread, found = found_by_a_thread(tape, 7)
+    tape.record(8, "another")
     thread.join(0.05)
     assert thread.is_alive()
-    recordings.keep(7, "mine")
+    tape.record(7, "mine")
     thread.join(5)
     assert found == ["mine"]
-    assert len(recordings) == 2
+    assert len(tape.recordings) == 2
 
 
 def test_the_last_pull_takes_it_away():
-    recordings = PullbackTable()
-    recordings.keep(7, "mine")
-    assert [recordings.find(7, last=False), recordings.find(7, last=True)] == ["mine", "mine"]
-    assert len(recordings) == 0
+    tape = Tape()
+    tape.record(7, "mine")
+    assert [tape.find(7, last=False), tape.find(7, last=True)] == ["mine", "mine"]
+    assert len(tape.recordings) == 0
     with pytest.raises(ContextError):
-        recordings.find(7, last=False)
+        tape.find(7, last=False)
 
 
 def test_closing_ends_every_wait():
-    recordings = PullbackTable()
-    thread, found = found_by_a_thread(recordings, 7)
-    recordings.give_up(ContextError("closed"), closed=True)
+    tape = Tape()
+    thread, found = found_by_a_thread(tape, 7)
+    tape.close()
     thread.join(5)
     assert isinstance(found[0], ContextError)
     with pytest.raises(ContextError):
-        recordings.find(9, last=True)
+        tape.find(9, last=True)

@@ -72,7 +72,7 @@ class RecordCall(MadeOf):
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
             recording = Recording(self.function, args, kwargs, self.orders, self.lanes)
-            tape.recordings.keep(self.message, recording)
+            tape.record(self.message, recording)
             if not isinstance(self.function, Publishing):
                 tape.links.append(answer(next_message(), self.message, self.label))
             return recording.result
@@ -198,7 +198,7 @@ class LinearCall(ServedFunction):
     def __call__(self, inputs: list[Any]) -> list[Any]:
         with serving(self.message, self.place):
             tape = current_tape(lambda: self.label)
-            recording: Recording = tape.recordings.find(self.message, last=self.last)
+            recording: Recording = tape.find(self.message, last=self.last)
             if self.live is None:
                 return recording.derived.linear(self.order, None, inputs, self.maps)
             return recording.pull(tape, self, self.live, inputs)

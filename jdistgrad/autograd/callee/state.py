@@ -55,7 +55,7 @@ def with_state_of(tag: Any, function: Any, args: Args) -> Args:
     """Return the arguments with the state that a recorded call started from, to run the call again."""
     if _reference(function, args) is None or isinstance(tag, jax.core.Tracer):
         return with_state(function, args)
-    recording = current_tape(lambda: describe(function)).recordings.find(from_token(tag)[1], last=False).derived
+    recording = current_tape(lambda: describe(function)).find(from_token(tag)[1], last=False).derived
     return _replaced(function, args, StateOfCall(recording.state))
 
 

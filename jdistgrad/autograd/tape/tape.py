@@ -107,24 +107,24 @@ def answer(message: int, call: int, what: str) -> Link:
     return Link(message, current_worker().rank, worker_of(call), what, caused_by=call, answers=call)
 
 
-_PULLED = object()  # replaces a recording after its last pull
-
-
-class PullbackTable:
-    """The recordings of one worker in one context. A pull may come before its call has been served; the pull waits."""
+class Tape:
+    """A worker's part of a context. A pull may come before its call has been served: it waits for the recording."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Any] = {}
+        self.ledger = Ledger()
+        self.links: Links = []
+        self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
+        self.recordings: dict[int, Any] = {}  # by message, until they have been pulled for the last time
+        self.taken: dict[int, list[Contribution]] = {}  # the contributions in sums, by ids, for derivatives of the sums
+        self.replayed: dict[tuple[int, int], int] = {}  # the ids drawn at the turns of replayed blocks
+        self.lock = threading.Lock()
+        self._pulled: set[int] = set()  # messages whose recordings are gone
         self._error: BaseException | None = None
         self._changed = SteadyCondition()
 
-    def __len__(self) -> int:
+    def record(self, message: int, recording: Any) -> None:
         with self._changed:
-            return sum(one is not _PULLED for one in self._found.values())
-
-    def keep(self, message: int, recording: Any) -> None:
-        with self._changed:
-            self._found[message] = recording
+            self.recordings[message] = recording
             self._changed.notify_all()
 
     def find(self, message: int, *, last: bool) -> Any:
@@ -135,52 +135,33 @@ class PullbackTable:
         """
 
         def is_settled() -> bool:
-            return message in self._found or self._error is not None
+            return message in self.recordings or message in self._pulled or self._error is not None
 
         with self._changed:
             wait_in_slices(functools.partial(self._changed.wait_for, is_settled))
-            if message not in self._found and self._error is not None:
+            if message in self._pulled:
+                raise ContextError(
+                    f"what was recorded for message {spell(message)} has been pulled back for the last time: "
+                    "differentiate the whole computation again."
+                )
+            if message not in self.recordings and self._error is not None:
                 raise self._error
-            found = self._found[message]
             if last:
-                self._found[message] = _PULLED
-        if found is _PULLED:
-            raise ContextError(
-                f"what was recorded for message {spell(message)} has been pulled back for the last time: differentiate "
-                "the whole computation again."
-            )
-        return found
-
-    def give_up(self, error: BaseException, *, closed: bool = False) -> None:
-        """Fail the waits for what is not recorded yet, now and later. ``closed``: release what is recorded, too."""
-        with self._changed:
-            self._error = error
-            if closed:
-                self._found.clear()
-            self._changed.notify_all()
-
-
-class Tape:
-    """A worker's part of a context."""
-
-    def __init__(self) -> None:
-        self.ledger = Ledger()
-        self.links: Links = []
-        self.kept: list[Any] = []  # references made inside compiled code: nothing else holds them
-        self.recordings = PullbackTable()
-        self.taken: dict[int, list[Contribution]] = {}  # the contributions in sums, by ids, for derivatives of the sums
-        self.replayed: dict[tuple[int, int], int] = {}  # the ids drawn at the turns of replayed blocks
-        self.lock = threading.Lock()
+                self._pulled.add(message)
+                return self.recordings.pop(message)
+            return self.recordings[message]
 
     def close(self) -> None:
-        """Release the pullbacks, and fail everything that waits for a pullback or a contribution."""
-        error = ContextError("the context was closed while a gradient was being waited for")
-        self.recordings.give_up(error, closed=True)
-        self.ledger.give_up(error)
+        """Release the recordings, and fail everything that waits for one or for a contribution."""
+        self.give_up(ContextError("the context was closed while a gradient was being waited for"))
+        with self._changed:
+            self.recordings.clear()
 
     def give_up(self, error: BaseException) -> None:
-        """Fail everything that waits for what a lost worker may have had to send, now and later."""
-        self.recordings.give_up(error)
+        """Fail everything that waits for what will not come any more, now and later."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
         self.ledger.give_up(error)
 
     def all_links(self) -> list[Link]:
