@@ -79,9 +79,7 @@ def assert_each_order_is_right(found, highest=2):
             assert_close(derivative(X, Y), right, rtol=1e-4 * 10**order, atol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("way", "function"), [(sync, mixed), (handed_on, mixed), (sync, fast_mixed), (handed_on, fast_mixed)]
-)
+@pytest.mark.parametrize(("way", "function"), [(sync, mixed), (handed_on, mixed), (sync, fast_mixed)])
 def test_each_order_is_that_of_the_rule(big_world, way, function):
     highest = 3 if (way, function) == (sync, mixed) else 2
     big_world.drive(lambda: assert_each_order_is_right(orders(way, function), highest))

@@ -251,19 +251,19 @@ def squashed(p, x):
 
 
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs eight devices: the local run has them, and that with 3 ranks")
-@EAGER_AND_COMPILED
+@pytest.mark.parametrize(("compiled", "derivative"), [(jax.jit, jax.grad), (jd.jit, jax.hessian)])
 @on_worker0
-def test_arguments_with_explicit_axes(big_world, compiled):
+def test_arguments_with_explicit_axes(big_world, compiled, derivative):
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.local_devices()[:4])
     p, x = np.linspace(-1, 1, 8, dtype="float32"), np.linspace(2, 0, 8, dtype="float32")
 
     def loss(call, p, x):
         return (call(1, squashed, p, x) * x).sum()
 
-    expected = jax.hessian(functools.partial(loss, serial), (0, 1))(p, x)
+    expected = derivative(functools.partial(loss, serial), (0, 1))(p, x)
     with jax.set_mesh(mesh), jd.context():
         split = jax.device_put((p, x), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("rows")))
-        found = compiled(jax.hessian(functools.partial(loss, sync), (0, 1)))(*split)
+        found = compiled(derivative(functools.partial(loss, sync), (0, 1)))(*split)
     assert_close(found, expected, rtol=1e-4, atol=1e-6)
 
 
