@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers.worlds import on_worker0
+from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
 from jdistgrad.autograd.graph import CALL, GRADIENT, LONGEST, RESULT, VALUE, Pair, draw, pairs, placed, short
@@ -23,10 +23,6 @@ def square_elsewhere(x, rank):
 
 def both(p, q):
     return p * q
-
-
-def last():
-    return jd.world_size() - 1
 
 
 def routes(graph):
