@@ -124,8 +124,7 @@ class PullbackOf(MadeOf):
     title = "the pullback of {}"
 
     def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, *cotangents: Any) -> list[Any]:
-        args = with_state_of(tag, self.function, args)
-        _, pullback = pulled_back(self.function, self.orders, self.live, args, kwargs)
+        _, pullback = pulled_back(tag, self.function, self.orders, self.live, args, kwargs)
         with replaying(number):
             return pulled(pullback, cotangents)
 
@@ -141,15 +140,18 @@ class PushforwardOf(MadeOf):
     title = "the tangents of {}"
 
     def __call__(self, tag: Any, args: Any, kwargs: Any, *tangents: Any) -> list[Any]:
-        args = with_state_of(tag, self.function, args)
-        results, pullback = pulled_back(self.function, self.orders, None, args, kwargs)
+        results, pullback = pulled_back(tag, self.function, self.orders, None, args, kwargs)
         return transposed(pullback, tangents, [(one.shape, one.dtype) for one in results])
 
 
 def pulled_back(
-    function: Any, orders: Orders, live: Sequence[int] | None, args: Any, kwargs: Any
+    tag: Any, function: Any, orders: Orders, live: Sequence[int] | None, args: Any, kwargs: Any
 ) -> tuple[list[Any], Any]:
-    """Return the live results (``live`` None: all with derivatives), and the pullback of the outermost derivative."""
+    """Return the live results (``live`` None: all with derivatives), and the pullback of the outermost derivative.
+
+    ``tag``: of the recorded call that is run again.
+    """
+    args = with_state_of(tag, function, args)
     layout, operands = numbered((args, kwargs), {leaf for order in orders for leaf in order})
 
     def primal(*variables: Any) -> tuple[list[Any], None]:

@@ -9,7 +9,6 @@ import numpy as np
 
 from jdistgrad.autograd.callee.functions import Publishing, pulled_back
 from jdistgrad.autograd.callee.orders import Orders, pulled
-from jdistgrad.autograd.callee.state import with_state_of
 from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.owned_values import Take
@@ -78,8 +77,7 @@ class PullbackAtOwner(MadeOf):
     title = "the pullback of {}"
 
     def __call__(self, tag: Any, number: Any, args: Any, kwargs: Any, handle: Any) -> list[Any]:
-        args = with_state_of(tag, self.function, args)
-        results, pullback = pulled_back(self.function, self.orders, None, args, kwargs)
+        results, pullback = pulled_back(tag, self.function, self.orders, None, args, kwargs)
         shapes = tuple(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in results)
         numbers = tuple(range(len(shapes)))
         gradient = Take(current_worker().rank, REFERENCE, numbers, len(shapes), shapes)

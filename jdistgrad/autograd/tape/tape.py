@@ -8,12 +8,11 @@ result to the last bit.
 
 import contextlib
 import contextvars
-import dataclasses
 import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -73,8 +72,7 @@ def next_message() -> int:
     return current_worker().messages.next()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Link:
+class Link(NamedTuple):
     """A crossing of the wire as its sender knows it: a send/recv pair. A message may have carried several."""
 
     message: int
@@ -87,19 +85,14 @@ class Link:
     reference: int | None = None  # the reference, if the crossing carries its value or gradient
 
 
-# The links of one worker in a context. Making a link takes time, so some are made when somebody reads them.
+# The links of one worker in a context. Links of bundles are made when somebody reads them: naming functions takes time.
 Links = list[Link | Callable[[], list[Link]]]
 
 
-def gradient_link(number: int, owner: int, reference: int) -> Callable[[], list[Link]]:
-    """Return what makes the link of a contribution that goes to the owner of its value."""
-    here, by = current_worker().rank, cause()
-
-    def made() -> list[Link]:
-        what = f"gradient of {spell(reference)}"
-        return [Link(number, here, owner, what, backward=True, caused_by=by, reference=reference)]
-
-    return made
+def gradient_link(number: int, owner: int, reference: int) -> Link:
+    """Return the link of a contribution that goes to the owner of its value."""
+    here, what = current_worker().rank, f"gradient of {spell(reference)}"
+    return Link(number, here, owner, what, backward=True, caused_by=cause(), reference=reference)
 
 
 def answer(message: int, call: int, what: str) -> Link:
@@ -228,9 +221,6 @@ def note_fetched(reference: int, owner: int) -> None:
     scope, here = current_scope(), current_worker().rank
     if scope is None or owner == here:
         return
-    message, by = next_message(), cause()
-
-    def made() -> list[Link]:
-        return [Link(message, owner, here, f"value of {spell(reference)}", caused_by=by, reference=reference)]
-
-    scope.content(Tape).links.append(made)  # the receiver notes the link: the owner does not know of it
+    what = f"value of {spell(reference)}"
+    link = Link(next_message(), owner, here, what, caused_by=cause(), reference=reference)
+    scope.content(Tape).links.append(link)  # the receiver notes the link: the owner does not know of it
