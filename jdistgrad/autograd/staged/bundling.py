@@ -144,7 +144,7 @@ LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig",
 
 def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
     """Replace each row of operations that can share a message by one equation."""
-    answers, taken = Answers.needed(equations), set[int]()
+    answers, taken = Answers(equations), set[int]()
     pulls = {k for k, one in enumerate(equations) if isinstance(one.operation, Pull)}
     uses = {k for k, one in enumerate(equations) if isinstance(one.operation, Use)}
     calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}

@@ -162,7 +162,6 @@ def in_order(units: Sequence[U]) -> list[U]:
     return ordered
 
 
-@dataclasses.dataclass
 class Answers:
     """The operations that must have answered, as masks: bit k stands for the operation of equation k.
 
@@ -170,19 +169,15 @@ class Answers:
     an operation counts as part of its answer.
     """
 
-    before: list[int]
-    of: dict[int, int]
-
-    @classmethod
-    def needed(cls, equations: Sequence[Equation]) -> "Answers":
-        found = cls([], {})
+    def __init__(self, equations: Sequence[Equation]):
+        self.before: list[int] = []
+        self.of: dict[int, int] = {}
         for number, equation in enumerate(equations):
-            mask = found.for_all(equation.variables())
-            found.before.append(mask)
+            mask = self.for_all(equation.variables())
+            self.before.append(mask)
             if equation.operation is not None:
                 mask |= 1 << number
-            found.of.update(dict.fromkeys(equation.outputs, mask))
-        return found
+            self.of.update(dict.fromkeys(equation.outputs, mask))
 
     def for_all(self, variables: Iterable[int]) -> int:
         mask = 0

@@ -109,8 +109,8 @@ def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) ->
 
 def group(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Unit]:
     """Group equations that wait for the same answers and are equally urgent into units, in order."""
-    after = Answers.needed(equations).before
-    urgency = _urgencies(equations, after)
+    after = Answers(equations).before
+    urgency = _urgencies(equations)
     keys = [
         (after[number], urgency[number]) if equation.operation is None else number
         for number, equation in enumerate(equations)
@@ -154,7 +154,7 @@ def _unit(key: Any, members: list[Equation], users: Any, used: set[int], urgency
     return Unit(list(inputs), outputs, None, equations=members, urgency=urgency)
 
 
-def _urgencies(equations: Sequence[Equation], after: Sequence[int]) -> list[float]:
+def _urgencies(equations: Sequence[Equation]) -> list[float]:
     """Return for each equation the number of rounds of messages before the first message that needs it."""
     rounds = [0.0] * len(equations)
     level: dict[int, int] = {}
