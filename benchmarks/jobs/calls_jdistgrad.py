@@ -49,7 +49,7 @@ def resident_mib():
 
 
 def owned():
-    return len(current_worker().references.owned)
+    return len(current_worker().references.owned.entries)
 
 
 def call_and_refer(count):

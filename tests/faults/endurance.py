@@ -108,7 +108,7 @@ def tables() -> dict[str, int]:
     """Return how many values, calls and contexts this worker holds."""
     worker = current_worker()
     return {
-        "values": len(worker.references.owned),
+        "values": len(worker.references.owned.entries),
         "calls": len(worker.calls),
         "contexts": len(worker.scopes.identifiers()),
     }

@@ -104,7 +104,7 @@ def make(n):
 
 def owned_values():
     """Return how many values this worker owns for references."""
-    return len(current_worker().references.owned)
+    return len(current_worker().references.owned.entries)
 
 
 def owned_here():

@@ -51,7 +51,7 @@ PREFACE = """
 
     def owned():
         from jdistgrad.rpc.worker import current_worker
-        return len(current_worker().references.owned)
+        return len(current_worker().references.owned.entries)
 
     def until(condition):
         end = time.monotonic() + 20

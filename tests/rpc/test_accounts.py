@@ -137,7 +137,7 @@ class World:
 
     def left(self):
         """Return what the tables of the survivors still hold."""
-        return [(len(one.references.owned), one.references.accounts.shown()) for one in self.alive]
+        return [(len(one.references.owned.entries), one.references.accounts.balances) for one in self.alive]
 
 
 def history(seed, deaths):
@@ -164,8 +164,8 @@ def test_values_live_exactly_as_long_as_survivors_hold_them(seed, deaths):
     world = history(seed, deaths)
     for owner in world.alive:
         held = {rref.id for worker in world.alive for rref in worker.held if rref.owner.rank == owner.rank}
-        made = {one for one in held if one in owner.references.owned.identifiers() or worker_of(one) not in world.dead}
-        assert set(owner.references.owned.identifiers()) == made
+        made = {one for one in held if one in owner.references.owned.entries or worker_of(one) not in world.dead}
+        assert set(owner.references.owned.entries) == made
     for worker in world.alive:
         worker.held.clear()
     world.finish()
@@ -185,7 +185,7 @@ def test_a_value_that_is_freed_just_before_its_last_holder_dies_leaves_no_accoun
         worker.releasing.flush()
     while world.under_way:
         world.deliver()
-    assert len(owner.references.owned) == 0
+    assert len(owner.references.owned.entries) == 0
     world.dead.add(2)
     world.finish()
     assert world.left() == [(0, {}), (0, {})]
@@ -203,7 +203,7 @@ def test_a_value_that_its_lost_creator_never_made_leaves_no_account():
     world.deliver_all()
     world.dead.add(1)
     world.finish()
-    assert len(second.references.accounts) == len(third.references.accounts) == 1
+    assert len(second.references.accounts.balances) == len(third.references.accounts.balances) == 1
     second.held.clear()
     third.held.clear()
     world.finish()
@@ -219,4 +219,4 @@ def test_a_value_that_is_free_when_it_is_announced_leaves_no_accounts_anywhere()
         assert owner.receive(Message(Kind.DROP, source, 0, [(identifier, weight.units, weight.scale, noted)])) is None
     assert owner.references.announce(identifier).freed
     assert owner.references.to_forget() == {0: [identifier]}
-    assert len(owner.references.accounts) == 0
+    assert len(owner.references.accounts.balances) == 0

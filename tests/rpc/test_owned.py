@@ -1,12 +1,14 @@
 """The owner's table of values and the holders' table of claims, with messages in any order."""
 
 import random
+import types
 
 import pytest
 
 from jdistgrad.errors import StaleReferenceError
-from jdistgrad.rpc.references.claims import WHOLE, ClaimTable
+from jdistgrad.rpc.references.claims import WHOLE, Weight
 from jdistgrad.rpc.references.owned import REMEMBERED, OwnerTable
+from jdistgrad.rpc.references.table import References
 
 
 def test_a_value_lives_until_all_weight_is_home():
@@ -16,7 +18,7 @@ def test_a_value_lives_until_all_weight_is_home():
     table.release_all([(1, given)])
     assert table.value(1).result(0) == "value"
     table.release_all([(1, kept)])
-    assert len(table) == 0
+    assert len(table.entries) == 0
 
 
 def test_a_fetch_may_overtake_the_creation():
@@ -33,7 +35,7 @@ def test_a_fetch_that_is_served_after_the_last_drop_does_not_wait():
     table.release_all([(1, WHOLE)])
     with pytest.raises(StaleReferenceError, match="the value of reference 0:1 is gone"):
         table.value(1).result(0)
-    assert len(table) == 0
+    assert len(table.entries) == 0
 
 
 def test_the_memory_of_freed_values_does_not_grow():
@@ -55,33 +57,38 @@ def test_any_order_of_messages_ends_with_an_empty_table(seed):
     chance.shuffle(messages)
     table = OwnerTable()
     for k, (what, weight) in enumerate(messages):
-        assert (len(table) == 1) == (k > 0)
+        assert (len(table.entries) == 1) == (k > 0)
         if what == "drop":
             table.release_all([(5, weight)])
         else:
             table.announce(5)
-    assert len(table) == 0
+    assert len(table.entries) == 0
+
+
+def references():
+    """Return the references of a worker that sends nothing."""
+    return References(types.SimpleNamespace(rank=0, world="", survives=False), caller=None)
 
 
 def test_all_references_of_one_id_share_a_claim():
-    claims = ClaimTable(mailbox=None)
-    first, second = claims.add(1, 0, WHOLE), claims.add(1, 0, WHOLE)
+    claims = references()
+    first, second = claims.claim(1, 0, WHOLE), claims.claim(1, 0, WHOLE)
     assert first is second
     assert claims.dropped() == {}
     del first, second
-    ((identifier, weight),) = claims.dropped()[0]
-    assert identifier == 1
-    assert weight == WHOLE + WHOLE
+    both = WHOLE + WHOLE
+    assert claims.dropped() == {0: [(1, both.units, both.scale, False)]}
 
 
 def test_what_is_given_away_is_not_dropped():
-    claims, table = ClaimTable(mailbox=None), OwnerTable()
+    claims, table = references(), OwnerTable()
     table.announce(7)
-    claim = claims.add(7, 3, WHOLE)
+    claim = claims.claim(7, 3, WHOLE)
     given = [claim.split() for _ in range(5)]
     del claim
-    table.release_all(claims.dropped()[3])
-    assert len(table) == 1
+    ((identifier, units, scale, _),) = claims.dropped()[3]
+    table.release_all([(identifier, Weight(units, scale))])
+    assert len(table.entries) == 1
     table.release_all([(7, weight) for weight in given])
-    assert len(table) == 0
+    assert len(table.entries) == 0
     assert claims.dropped() == {}

@@ -148,7 +148,7 @@ class Losses:
 
     def _end_hold(self) -> None:
         if not self._open_settlements():
-            self._references.owned.hold(held=False)
+            self._references.owned.held = False
 
     def look(self) -> None:
         """Free what only lost workers held, when their calls, which may use it, have been served."""

@@ -21,23 +21,23 @@ each other cancels out, and a settlement counts as weight that came from the wor
 """
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from jdistgrad.rpc.references.claims import NOTHING, Gift, Weight
 
 
 class Accounts:
-    """The accounts of one worker with all others. Safe from any thread."""
+    """The accounts of one worker with all others. Safe from any thread.
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    Attributes:
+      balances: by reference, and by worker.
+    """
+
+    def __init__(self) -> None:
+        self.balances: dict[int, dict[int, Weight]] = {}
         self._owners: dict[int, int] = {}  # by reference
-        self._balances: dict[int, dict[int, Weight]] = {}  # by reference, by worker
         self._closed: set[int] = set()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._balances)
 
     def give(self, peer: int, gifts: Iterable[Gift], sign: int = 1) -> bool:
         """Note weight that goes to a worker; return False, and note nothing, if the account is closed."""
@@ -47,7 +47,7 @@ class Accounts:
             for identifier, owner, weight in gifts:
                 if owner not in (peer, *self._closed):
                     self._owners[identifier] = owner
-                    self._change(identifier, peer, weight if sign > 0 else -weight)
+                    self._change(identifier, peer, weight if sign > 0 else NOTHING - weight)
             return True
 
     def take(self, peer: int, gifts: Iterable[Gift]) -> bool:
@@ -65,25 +65,18 @@ class Accounts:
         """Clear the closed account with a lost worker of an owner's references; return the balances."""
         with self._lock:
             owned = [identifier for identifier, of in self._owners.items() if of == owner]
-            balances = [(one, self._balances[one][lost]) for one in owned if lost in self._balances[one]]
+            balances = [(one, self.balances[one][lost]) for one in owned if lost in self.balances[one]]
             for identifier, weight in balances:
-                self._change(identifier, lost, -weight)
+                self._change(identifier, lost, NOTHING - weight)
             return balances
-
-    def has(self, identifier: int) -> bool:
-        return identifier in self._balances
 
     def forget(self, identifiers: Iterable[int]) -> None:
         with self._lock:
             for identifier in identifiers:
                 self._forget(identifier)
 
-    def shown(self) -> Mapping[int, Mapping[int, Weight]]:
-        with self._lock:
-            return {identifier: dict(balances) for identifier, balances in self._balances.items()}
-
     def _change(self, identifier: int, peer: int, weight: Weight) -> None:
-        balances = self._balances.setdefault(identifier, {})
+        balances = self.balances.setdefault(identifier, {})
         balances[peer] = balances.get(peer, NOTHING) + weight
         if not balances[peer]:
             del balances[peer]
@@ -91,5 +84,5 @@ class Accounts:
             self._forget(identifier)
 
     def _forget(self, identifier: int) -> None:
-        self._balances.pop(identifier, None)
+        self.balances.pop(identifier, None)
         self._owners.pop(identifier, None)

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import pickle
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -43,11 +42,8 @@ class Weight:
         scale = max(self.scale, other.scale)
         return Weight((self.units << (scale - self.scale)) + (other.units << (scale - other.scale)), scale)
 
-    def __neg__(self) -> "Weight":
-        return Weight(-self.units, self.scale)
-
     def __sub__(self, other: "Weight") -> "Weight":
-        return self + -other
+        return self + Weight(-other.units, other.scale)
 
     def __bool__(self) -> bool:
         return self.units != 0
@@ -129,18 +125,15 @@ def emptied(queue: collections.deque[T]) -> Iterator[T]:
 class Claim:
     """A share of one reference. When the last RRef that uses the claim dies, its weight is queued for the owner."""
 
-    __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "arrived", "created", "id", "mailbox", "owner")
+    __slots__ = ("__weakref__", "_drops", "_lock", "_weight", "arrived", "created", "id", "key", "mailbox", "owner")
 
     def __init__(self, identifier: int, owner: int, weight: Weight, mailbox: Mailbox, drops: collections.deque[Drop]):
         self.id, self.owner, self.mailbox = identifier, owner, mailbox
+        self.key = Key(identifier, owner, mailbox.world)
         self._weight, self._drops = weight, drops
         self.created: concurrent.futures.Future[Any] | None = None  # set where the call was made
         self.arrived = False  # whether the value is known to exist: it was fetched once, or its creation succeeded
         self._lock = threading.Lock()
-
-    @property
-    def key(self) -> Key:
-        return Key(self.id, self.owner, self.mailbox.world)
 
     @property
     def is_made(self) -> bool:
@@ -165,51 +158,7 @@ class Claim:
             self._drops.append((self.owner, self.id, self._weight))
 
 
-class ClaimTable:
-    """The claims of one worker, by reference id.
-
-    Attributes:
-      drops: the weights of claims that have died since the last ``dropped``.
-    """
-
-    def __init__(self, mailbox: Mailbox):
-        self._mailbox = mailbox
-        self._claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
-        self.drops: collections.deque[Drop] = collections.deque()
-
-    def __len__(self) -> int:
-        return len(self._claims)
-
-    def add(self, identifier: int, owner: int, weight: Weight) -> Claim:
-        """Add weight that arrived to the claim of a reference, and return the claim."""
-        with self._lock:
-            claim = self._claims.get(identifier)
-            if claim is None:
-                claim = self._claims[identifier] = Claim(identifier, owner, weight, self._mailbox, self.drops)
-            else:
-                claim.add(weight)
-            return claim
-
-    def find(self, identifier: int) -> Claim | None:
-        with self._lock:
-            return self._claims.get(identifier)
-
-    def dropped(self) -> dict[int, list[tuple[int, Weight]]]:
-        """Return the weights dropped since the last call, by owner."""
-        home: dict[int, list[tuple[int, Weight]]] = {}
-        for owner, identifier, weight in emptied(self.drops):
-            home.setdefault(owner, []).append((identifier, weight))
-        return home
-
-    def held(self) -> list[Claim]:
-        return list(self._claims.values())
-
-
 # References in messages.
-
-_encoding = threading.local()  # the shipment of the value that this thread is encoding
-_decoding = threading.local()  # the references that came with the value that this thread is decoding
 
 
 class Shipment:
@@ -235,7 +184,7 @@ def ship(claim: Claim) -> int:
 
     Raises EncodingError if no value is being encoded: a reference has no meaning in an ordinary pickle.
     """
-    shipment: Shipment | None = getattr(_encoding, "held", None)
+    shipment: Shipment | None = getattr(encoding.place, "held", None)
     if shipment is None:
         raise EncodingError(
             "a remote reference can only travel inside a call of jdistgrad: its owner would not know of a copy pickled "
@@ -247,34 +196,32 @@ def ship(claim: Claim) -> int:
 
 def arrived(number: int) -> Claim:
     """Return the claim with this number in the shipment of the value being decoded."""
-    claim: Claim = _decoding.held[number]
+    claim: Claim = decoding.place.held[number]
     return claim
 
 
-class _Holding:
-    """A block in which ``held`` of a thread-local object has a given value."""
+class encoding:  # noqa: N801 used like a function
+    """A block in which the references that this thread pickles join a shipment; with None they are refused."""
 
-    __slots__ = ("_held", "_outer", "_place")
+    __slots__ = ("_held", "_outer")
+    place = threading.local()
 
-    def __init__(self, place: threading.local, held: Any):
-        self._place, self._held = place, held
+    def __init__(self, held: Any):
+        self._held = held
 
     def __enter__(self) -> None:
-        self._outer = getattr(self._place, "held", None)
-        self._place.held = self._held
+        self._outer = getattr(self.place, "held", None)
+        self.place.held = self._held
 
     def __exit__(self, *error: object) -> None:
-        self._place.held = self._outer
+        self.place.held = self._outer
 
 
-def encoding(shipment: Shipment | None) -> _Holding:
-    """Let references that this thread pickles in the block join a shipment; with None they are refused."""
-    return _Holding(_encoding, shipment)
+class decoding(encoding):  # noqa: N801
+    """A block in which this thread decodes a value that came with these claims."""
 
-
-def decoding(claims: Any) -> _Holding:
-    """Let this thread decode, in the block, a value that came with these claims."""
-    return _Holding(_decoding, claims)
+    __slots__ = ()
+    place = threading.local()
 
 
 def gifts_in(parcel: Parcel) -> list[Gift]:

@@ -33,17 +33,17 @@ class OwnerTable:
     A fetch or a drop can overtake the message that creates the value (they come from other workers, or the creating
     message carries large arrays), so each of these may be the first to mention an id. An entry ends when it has been
     announced and all of its weight has returned.
+
+    Attributes:
+      held: nothing is freed while settlements of accounts may come, in any order. ``sweep`` then frees what they leave.
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, Owned] = {}
+        self.entries: dict[int, Owned] = {}
         self._freed: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._lock = threading.Lock()
-        self._held = False
+        self.held = False
         self._orphans: dict[int, BaseException] = {}  # by lost creator: the error of values that will never be made
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     def announce(self, identifier: int, returned: Weight = NOTHING) -> Owned:
         """Note that the value is being created, and that its creator holds the whole weight; return the entry.
@@ -63,8 +63,8 @@ class OwnerTable:
                     f"the value of reference {spell(identifier)} is gone: nobody holds a reference to it any more. "
                     "Keep the RRef while its value is being used."
                 )
-            if error is None or identifier in self._entries:
-                return self._entries.setdefault(identifier, Owned()).value
+            if error is None or identifier in self.entries:
+                return self.entries.setdefault(identifier, Owned()).value
         promise = InterruptibleFuture[Any]()
         promise.set_exception(error)
         return promise
@@ -72,7 +72,7 @@ class OwnerTable:
     def share(self, identifier: int) -> bool:
         """Add a whole weight for a new reference; return False if the value is gone."""
         with self._lock:
-            entry = self._entries.get(identifier)
+            entry = self.entries.get(identifier)
             if entry is not None:
                 entry.outstanding = entry.outstanding + WHOLE
             return entry is not None
@@ -82,14 +82,14 @@ class OwnerTable:
         made = InterruptibleFuture[Any]()
         made.set_result(value)
         with self._lock:
-            entry = self._entries.get(identifier)
+            entry = self.entries.get(identifier)
             if entry is not None:
                 entry.value = made
 
     def lock(self, identifier: int) -> contextlib.AbstractContextManager[Any]:
         """Return the lock under which calls change a value; it does nothing for a value that another worker owns."""
         with self._lock:
-            entry = self._entries.get(identifier)
+            entry = self.entries.get(identifier)
             if entry is None:
                 return contextlib.nullcontext()
             entry.lock = entry.lock or threading.RLock()
@@ -107,15 +107,10 @@ class OwnerTable:
 
     # What a lost worker held.
 
-    def hold(self, *, held: bool) -> None:
-        """Free nothing while held: settlements of accounts come, in any order. ``sweep`` then frees what they leave."""
-        with self._lock:
-            self._held = held
-
     def sweep(self) -> dict[int, Owned]:
         """Return the entries that settlements have left free, for the caller to destroy."""
         with self._lock:
-            free = {one: entry for one, entry in self._entries.items() if entry.announced and not entry.outstanding}
+            free = {one: entry for one, entry in self.entries.items() if entry.announced and not entry.outstanding}
             for identifier, entry in free.items():
                 self._drop_if_free(identifier, entry)
             return free
@@ -127,30 +122,26 @@ class OwnerTable:
         """
         with self._lock:
             self._orphans[creator] = error
-            never = [one for one, entry in self._entries.items() if not entry.announced and worker_of(one) == creator]
-            return {identifier: self._entries.pop(identifier) for identifier in never}
-
-    def identifiers(self) -> list[int]:
-        with self._lock:
-            return list(self._entries)
+            never = [one for one, entry in self.entries.items() if not entry.announced and worker_of(one) == creator]
+            return {identifier: self.entries.pop(identifier) for identifier in never}
 
     def clear(self) -> None:
         with self._lock:
-            entries, self._entries = self._entries, {}
+            entries, self.entries = self.entries, {}
         entries.clear()
 
     def _release(self, identifier: int, weight: Weight, *, announced: bool = False) -> Owned:
-        if identifier not in self._entries and worker_of(identifier) in self._orphans:
+        if identifier not in self.entries and worker_of(identifier) in self._orphans:
             return Owned(announced=True, freed=True)  # nobody has it: it was given up
-        entry = self._entries.setdefault(identifier, Owned())
+        entry = self.entries.setdefault(identifier, Owned())
         entry.announced = entry.announced or announced
         entry.outstanding = entry.outstanding - weight
         self._drop_if_free(identifier, entry)
         return entry
 
     def _drop_if_free(self, identifier: int, entry: Owned) -> None:
-        if entry.announced and not entry.outstanding and not self._held:
-            del self._entries[identifier]
+        if entry.announced and not entry.outstanding and not self.held:
+            del self.entries[identifier]
             entry.freed = True
             self._freed[identifier] = None
             if len(self._freed) > REMEMBERED:

@@ -3,8 +3,10 @@
 import collections
 import concurrent.futures
 import logging
+import threading
+import weakref
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from jdistgrad import errors
 from jdistgrad.rpc.calls.caller import AnyWorker, Caller
@@ -12,12 +14,14 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.references.accounts import Accounts
-from jdistgrad.rpc.references.claims import NOTHING, WHOLE, Claim, ClaimTable, Key, Weight, emptied, gifts_in
+from jdistgrad.rpc.references.claims import NOTHING, WHOLE, Claim, Drop, Key, Weight, emptied, gifts_in
 from jdistgrad.rpc.references.owned import Owned, OwnerTable
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.wire.ids import worker_of
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message, Parcel
+
+T = TypeVar("T")
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -26,6 +30,9 @@ class References:
     """The part of a worker that makes references, finds them and fetches their values.
 
     Attributes:
+      owned: the values that this worker owns.
+      claims: the claims that it holds, by reference; ``drops``: the weights of those that have died and that the owners
+        have not been told of.
       accounts: the weight that went to each worker and came from it, in a world that survives.
       forgettings: the workers, and references that they may forget, which have not been told yet.
       forgettable: how many references each worker may forget, told of or still to be told; ``forgotten``: how many each
@@ -34,8 +41,10 @@ class References:
 
     def __init__(self, mailbox: Mailbox, caller: Caller):
         self._mailbox, self._caller = mailbox, caller
-        self.owned, self.claims = OwnerTable(), ClaimTable(mailbox)
-        self.accounts, self._survives = Accounts(mailbox.rank), mailbox.survives
+        self.owned, self.accounts, self._survives = OwnerTable(), Accounts(), mailbox.survives
+        self.claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
+        self.drops: collections.deque[Drop] = collections.deque()
+        self._claiming = threading.Lock()
         self._noted_by: dict[int, set[int]] = {}  # who has accounts of a reference, by reference
         self.forgettings = collections.deque[tuple[int, int]]()
         self.forgettable = collections.Counter[int]()
@@ -49,8 +58,18 @@ class References:
         call = function, args, kwargs
         with put_off_interrupt():
             future = self._caller.start(Kind.REMOTE, identifier, owner, call, timeout, snapshot=True)
-            claim = self.claims.add(identifier, owner, WHOLE)
+            claim = self.claim(identifier, owner, WHOLE)
             claim.created = future
+            return claim
+
+    def claim(self, identifier: int, owner: int, weight: Weight) -> Claim:
+        """Add weight that arrived to the claim of a reference, and return the claim."""
+        with self._claiming:
+            claim = self.claims.get(identifier)
+            if claim is None:
+                claim = self.claims[identifier] = Claim(identifier, owner, weight, self._mailbox, self.drops)
+            else:
+                claim.add(weight)
             return claim
 
     def own(self, value: Any) -> Claim:
@@ -75,18 +94,18 @@ class References:
         """Return a claim to a value that this worker owns, or None if the value is gone."""
         with put_off_interrupt():
             there = self.owned.share(identifier)
-            return self.claims.add(identifier, self._mailbox.rank, WHOLE) if there else None
+            return self.claim(identifier, self._mailbox.rank, WHOLE) if there else None
 
     def claim_new(self, owner: int) -> Claim:
         """Return a claim without weight to a value that its owner does not know yet.
 
         The caller gives the claim the whole weight when the owner knows the value, or soon will.
         """
-        return self.claims.add(self._mailbox.ids.next(), owner, NOTHING)
+        return self.claim(self._mailbox.ids.next(), owner, NOTHING)
 
     def find(self, key: Key) -> Claim | None:
         """Return the claim of a reference, or None if it is of another world or not held here."""
-        return self.claims.find(key.id) if key.world == self._mailbox.world else None
+        return self.claims.get(key.id) if key.world == self._mailbox.world else None
 
     def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future[Any]:
         """Return a future of a claim's value.
@@ -115,22 +134,22 @@ class References:
     def returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> list[Any]:
         """Take back weights that a worker has dropped; return the entries of values without references."""
         weights = [(identifier, Weight(units, scale)) for identifier, units, scale, _ in dropped]
+        return self._take_back(source, weights, [identifier for identifier, *_, noted in dropped if noted])
+
+    def _take_back(self, source: int, weights: list[tuple[int, Weight]], noted: Iterable[int] = ()) -> list[Any]:
+        """Take back weights, unless they come from a lost worker. ``noted``: of what the other has accounts."""
         here = self._mailbox.rank
         if self._survives and source != here:
             if not self.accounts.take(source, [(identifier, here, weight) for identifier, weight in weights]):
                 return []
-            for identifier, *_, noted in dropped:
-                if noted:
-                    self._noted_by.setdefault(identifier, set()).add(source)
+            for identifier in noted:
+                self._noted_by.setdefault(identifier, set()).add(source)
         return self._freed(self.owned.release_all(weights))
 
     def dropped(self) -> dict[int, list[tuple[int, int, int, bool]]]:
         """Return the weights dropped here since the last call, by owner, and whether there are accounts of them."""
-        has = self.accounts.has
-        return {
-            owner: [(identifier, weight.units, weight.scale, has(identifier)) for identifier, weight in weights]
-            for owner, weights in self.claims.dropped().items()
-        }
+        noted = self.accounts.balances
+        return _by_worker((owner, (one, w.units, w.scale, one in noted)) for owner, one, w in emptied(self.drops))
 
     # Accounts.
 
@@ -140,7 +159,7 @@ class References:
         noted = self._survives and gifts and source != self._mailbox.rank
         if noted and not self.accounts.take(source, gifts):
             return None
-        return [self.claims.add(*gift) for gift in gifts]
+        return [self.claim(*gift) for gift in gifts]
 
     def _note_gifts(self, peer: int, parcel: Parcel) -> None:
         accounts, gifts, undo = self.accounts, gifts_in(parcel), parcel.undo
@@ -156,7 +175,7 @@ class References:
 
     def lose(self, lost: int, error: BaseException) -> list[Owned]:
         """Hold what is owned here, and close the account with a lost worker; return the values it will not make."""
-        self.owned.hold(held=True)
+        self.owned.held = True
         self.accounts.close(lost)
         self.owned.release_all(self.accounts.settle(lost, self._mailbox.rank))
         return self._freed(self.owned.give_up(lost, error))
@@ -168,9 +187,7 @@ class References:
 
     def settled(self, source: int, balances: list[tuple[int, int, int]]) -> None:
         """Take back weight that a survivor returns in the place of a lost worker."""
-        weights = [(identifier, Weight(units, scale)) for identifier, units, scale in balances]
-        if self.accounts.take(source, [(identifier, self._mailbox.rank, weight) for identifier, weight in weights]):
-            self._freed(self.owned.release_all(weights))
+        self._take_back(source, [(identifier, Weight(units, scale)) for identifier, units, scale in balances])
 
     def sweep(self) -> list[Any]:
         """Return the entries of values that only lost workers held: all accounts with these are settled."""
@@ -183,10 +200,7 @@ class References:
 
     def to_forget(self) -> dict[int, list[int]]:
         """Return the references that other workers may forget since the last call, by worker."""
-        forget: dict[int, list[int]] = {}
-        for peer, identifier in emptied(self.forgettings):
-            forget.setdefault(peer, []).append(identifier)
-        return forget
+        return _by_worker(emptied(self.forgettings))
 
     def _freed(self, entries: dict[int, Owned]) -> list[Any]:
         if self._survives and entries:
@@ -196,6 +210,13 @@ class References:
                 self.forgettings.extend((peer, identifier) for peer in noted_by)
                 self.forgettable.update(noted_by)
         return list(entries.values())
+
+
+def _by_worker(queue: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
+    found: dict[int, list[T]] = {}
+    for worker, one in queue:
+        found.setdefault(worker, []).append(one)
+    return found
 
 
 class Releasing:
@@ -234,7 +255,7 @@ class Releasing:
     def flush(self) -> None:
         """Close abandoned scopes, and return dropped weights to their owners."""
         here, references = self._mailbox.rank, self._references
-        if not (self._abandoned or references.claims.drops or references.forgettings):
+        if not (self._abandoned or references.drops or references.forgettings):
             return
         with self._mailbox.work.under_way():  # until the messages count: the world might close before they are sent
             for identifier in emptied(self._abandoned):

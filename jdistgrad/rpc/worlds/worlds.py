@@ -167,8 +167,8 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
 def _end(worker: Worker, *, graceful: bool) -> list[str]:
     """Close a worker when the others have been told. Return a text for each entry that its tables still held."""
     references, scopes = worker.references, worker.scopes.identifiers()
-    found = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in references.claims.held()]
-    found += [f"{worker.info} still owns {spell(identifier)}" for identifier in references.owned.identifiers()]
+    found = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in [*references.claims.values()]]
+    found += [f"{worker.info} still owns {spell(identifier)}" for identifier in [*references.owned.entries]]
     found += [f"{worker.info} still takes part in context {spell(scope)}" for scope in scopes]
     if found:
         shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
