@@ -138,17 +138,15 @@ def _unknown() -> bytearray:
     return bytearray([ASLEEP])
 
 
-def _new_socket() -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    made.settimeout(0)
-    return made
-
-
 def _opened(prepare: Callable[[socket.socket, bytes], None], name: str) -> socket.socket | None:
     """Return a socket of its own for a bell with a name, or None if the bell is out of reach."""
-    with contextlib.ExitStack() as if_failed, contextlib.suppress(OSError):
-        made = if_failed.enter_context(_new_socket())
+    made = None
+    try:
+        made = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        made.settimeout(0)
         prepare(made, b"\0" + name.encode())  # a name that is in no folder, and vanishes with its process
-        if_failed.pop_all()
         return made
-    return None
+    except OSError:
+        if made is not None:
+            made.close()
+        return None

@@ -41,9 +41,6 @@ class Frame:
     pieces: list[Any]
     places: list[int]
 
-    def missing(self) -> list[int]:
-        return [k for k, piece in enumerate(self.pieces) if piece is None]
-
     def message(self, source: int) -> Message:
         if not self.pieces:
             return Message(self.kind, source, self.id)

@@ -10,7 +10,7 @@ from typing import Any
 from jdistgrad import errors
 from jdistgrad.wire.interrupts import SteadyCondition, wait_for_first
 from jdistgrad.wire.message import Message
-from jdistgrad.wire.transport import Receiver
+from jdistgrad.wire.transport import Receiver, Transport
 
 TICK_SECONDS = 0.005
 
@@ -57,7 +57,7 @@ class LocalWorld:
     def __init__(self, hub: Hub):
         self.hub, self.size = hub, hub.size
         self._hellos: dict[int, Any] = {}
-        self._receivers: dict[int, Receiver | None] = {}
+        self._receivers: dict[int, Receiver | None] = {}  # by rank; None: it has left
         self._changed = SteadyCondition()
 
     def gather(self, rank: int, hello: Any, timeout: float) -> list[Any]:
@@ -119,7 +119,7 @@ class LocalWorld:
             time.sleep(TICK_SECONDS)
 
 
-class LocalTransport:
+class LocalTransport(Transport):
     """A worker's end of a local world."""
 
     hands_over = True
@@ -136,23 +136,10 @@ class LocalTransport:
         if task is not None:
             receiver.run(task)
 
-    def lose(self, peer: int) -> None:
-        """Do nothing: ``send`` knows which workers have left."""
-
-    def kill(self, peer: int) -> bool:
-        """Do nothing: the other workers are threads of this process."""
-        return False
-
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Wait only if there are several futures. Senders' threads complete them; a single future waits by itself."""
         if len(futures) > 1:
             wait_for_first(futures, timeout)
-
-    def look(self) -> None:
-        """Do nothing: senders deliver."""
-
-    def serve_only(self, *, only: bool) -> None:
-        """Do nothing: serving threads sleep until a task comes."""
 
     def close(self, *, graceful: bool) -> None:
         self.world.leave(self.rank)

@@ -9,12 +9,12 @@ there is no room, MPI carries the piece.
 The places of a rank that is lost are never used again: it may only stand still, and mark them later.
 """
 
-import bisect
 import collections
 import contextlib
 import ctypes
 import mmap
 import os
+import re
 import sys
 import threading
 import uuid
@@ -39,7 +39,7 @@ IDLE_LIMIT = 1 << 30  # bytes of leased memory that are kept for reuse
 
 
 class SharedMemory:
-    """The shared memory of this process in one world, and that of the other ranks.
+    """The shared memory of this process in one world, and that of the other ranks, with the pieces in them.
 
     It is a file without a name, which lies in memory and ends with the processes that have it open, however they end.
     Its pages take no memory before they are written to. Where a rank's memory is out of reach, on another machine or in
@@ -51,36 +51,86 @@ class SharedMemory:
       others: by rank, the memory of each rank that is within reach; None for the others.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self) -> None:
         self.address = ""
         self.own: mmap.mmap | None = None
         self.others = list[mmap.mmap | None]()
-        self._file = -1
+        self._file, self._closed, self._taking = -1, False, threading.Lock()
+        self._used = bytearray(b"\1" + bytes(GRAINS - 1))  # by grain
+        self._grains = dict[int, int]()  # by place, how many grains it has
         if sys.platform == "linux":
             name = f"jdistgrad-{uuid.uuid4().hex}"  # nobody on another machine has the same
             try:
                 # Python has the function too, but not if it was built for old systems, like those of conda.
                 self._file = ctypes.CDLL(None).memfd_create(name.encode(), CLOSED_IN_PROGRAMS)
-                os.ftruncate(self._file, nbytes)
-                self.own = mmap.mmap(self._file, nbytes)
+                os.ftruncate(self._file, NBYTES)
+                self.own = mmap.mmap(self._file, NBYTES)
                 self.address = f"{name} /proc/{os.getpid()}/fd/{self._file}"
             except (OSError, AttributeError):  # memory is refused, or the system has no such files
                 self._close_file()
 
-    def meet(self, addresses: Sequence[str]) -> None:
-        """Take note of the addresses of all ranks, and open the memory of those within reach."""
+    def meet(self, addresses: Sequence[str], rank: int) -> None:
+        """Take note of the addresses of all ranks; open the memory of those within reach, and show there that it is."""
         own = self.own  # who has no memory uses that of nobody else
         self.others = [own if own is None or one == self.address else _opened(one) for one in addresses]
+        for other in self.others:
+            if other is not None and rank < RANKS:
+                other[REACHED_BY + rank] = 1
 
     def lose(self, rank: int) -> None:
         """Forget the memory of a rank that has left or died. What is in use there stays."""
         if self.others:
             self.others[rank] = None
 
+    def put(self, peer: int, piece: memoryview) -> int:
+        """Copy a piece to where the peer finds it; return the place. It is 0 if there is none."""
+        own = self.own
+        if own is None or peer >= RANKS or not own[REACHED_BY + peer]:
+            return 0
+        grains = -(-piece.nbytes // GRAIN)
+        with self._taking:
+            self._take_back(own)
+            place = self._used.find(bytes(grains))
+            if place < 0:
+                return 0
+            self._used[place : place + grains] = b"\1" * grains
+            self._grains[place] = grains
+        np.frombuffer(own, np.uint8, piece.nbytes, place * GRAIN)[:] = np.frombuffer(piece, np.uint8)
+        return place
+
+    def _take_back(self, own: mmap.mmap) -> None:
+        marks = own[MARKS : MARKS + GRAINS]
+        place = marks.find(RETURNED)
+        while place >= 0:
+            own[MARKS + place] = 0
+            grains = self._grains.pop(place)
+            self._used[place : place + grains] = bytes(grains)
+            place = marks.find(RETURNED, place + 1)
+
+    def found(self, peer: int, place: int, nbytes: int) -> np.ndarray | None:
+        """Return a piece that a peer has put in its memory; None if the peer is lost."""
+        memory = self.others[peer]
+        if memory is None:
+            return None
+        piece = np.frombuffer(memory, np.uint8, nbytes, place * GRAIN)
+        weakref.finalize(piece, self._give_back, memory, place, nbytes, os.getpid()).atexit = False
+        return piece
+
+    def _give_back(self, memory: mmap.mmap, place: int, nbytes: int, process: int) -> None:
+        if process == os.getpid():  # what a fork gives back is still its parent's
+            if self._closed:
+                _empty(memory, place * GRAIN, nbytes)
+            memory[MARKS + place] = RETURNED[0]
+
     def close(self) -> None:
-        """Give the memory back as soon as nothing uses it."""
-        self.own = None
+        """Give the memory back, but for the pieces in use, which others may keep for as long as they like."""
+        own, self.own, self._closed = self.own, None, True
         self.others = [None] * len(self.others)
+        if own is not None:
+            with self._taking:
+                self._take_back(own)
+                for free in re.finditer(rb"\0+", self._used):
+                    _empty(own, free.start() * GRAIN, len(free[0]) * GRAIN)
         self._close_file()
 
     def _close_file(self) -> None:
@@ -100,96 +150,10 @@ def _opened(address: str) -> mmap.mmap | None:
         return None
 
 
-def empty(memory: mmap.mmap, start: int, nbytes: int) -> None:
+def _empty(memory: mmap.mmap, start: int, nbytes: int) -> None:
     """Give the pages of a part of some memory back to the system, for all who share them."""
     with contextlib.suppress(OSError):  # a kernel that cannot: they end with the memory
         memory.madvise(mmap.MADV_REMOVE, start, nbytes)
-
-
-class FreeSpace:
-    """The free ranges between two numbers. The lowest range that is long enough is taken first."""
-
-    def __init__(self, start: int, end: int):
-        self.ranges = [(start, end)]
-
-    def take(self, length: int) -> int | None:
-        """Take a range; return its start, or None if no free range is as long."""
-        for k, (start, end) in enumerate(self.ranges):
-            if end - start >= length:
-                self.ranges[k : k + 1] = [(start + length, end)] if end - start > length else []
-                return start
-        return None
-
-    def give_back(self, start: int, length: int) -> None:
-        """Give back a range that was taken; free ranges beside it become one with it."""
-        end = start + length
-        first = last = bisect.bisect(self.ranges, (start, end))
-        if first and self.ranges[first - 1][1] == start:
-            first -= 1
-            start = self.ranges[first][0]
-        if last < len(self.ranges) and self.ranges[last][0] == end:
-            end = self.ranges[last][1]
-            last += 1
-        self.ranges[first:last] = [(start, end)]
-
-
-class SharedPieces:
-    """The pieces that this rank has put in its memory, and those that it finds in the memory of others."""
-
-    def __init__(self, memory: SharedMemory, rank: int):
-        self._memory, self._space, self._taking = memory, FreeSpace(1, GRAINS), threading.Lock()
-        self._grains = dict[int, int]()  # by place, how many grains it has
-        self._closed = False
-        for other in memory.others:
-            if other is not None and rank < RANKS:
-                other[REACHED_BY + rank] = 1
-
-    def put(self, peer: int, piece: memoryview) -> int:
-        """Copy a piece to where the peer finds it; return the place. It is 0 if there is none."""
-        own = self._memory.own
-        if own is None or peer >= RANKS or not own[REACHED_BY + peer]:
-            return 0
-        grains = -(-piece.nbytes // GRAIN)
-        with self._taking:
-            self._take_back(own)
-            place = self._space.take(grains)
-            if place is None:
-                return 0
-            self._grains[place] = grains
-        np.frombuffer(own, np.uint8, piece.nbytes, place * GRAIN)[:] = np.frombuffer(piece, np.uint8)
-        return place
-
-    def _take_back(self, own: mmap.mmap) -> None:
-        marks = own[MARKS : MARKS + GRAINS]
-        place = marks.find(RETURNED)
-        while place >= 0:
-            own[MARKS + place] = 0
-            self._space.give_back(place, self._grains.pop(place))
-            place = marks.find(RETURNED, place + 1)
-
-    def found(self, peer: int, place: int, nbytes: int) -> np.ndarray | None:
-        """Return a piece that a peer has put in its memory; None if the peer is lost."""
-        memory = self._memory.others[peer]
-        if memory is None:
-            return None
-        piece = np.frombuffer(memory, np.uint8, nbytes, place * GRAIN)
-        weakref.finalize(piece, self._give_back, memory, place, nbytes, os.getpid()).atexit = False
-        return piece
-
-    def _give_back(self, memory: mmap.mmap, place: int, nbytes: int, process: int) -> None:
-        if process == os.getpid():  # what a fork gives back is still its parent's
-            if self._closed:
-                empty(memory, place * GRAIN, nbytes)
-            memory[MARKS + place] = RETURNED[0]
-
-    def close(self) -> None:
-        """Let the memory take no more room than the pieces in use, which others may keep for as long as they like."""
-        self._closed, own = True, self._memory.own
-        if own is not None:
-            with self._taking:
-                self._take_back(own)
-                for start, end in self._space.ranges:
-                    empty(own, start * GRAIN, (end - start) * GRAIN)
 
 
 def size_class(nbytes: int) -> int:
@@ -230,11 +194,6 @@ class BufferPool:
         # NumPy collapses chains of views down to the array directly on the mmap, so that array lives longest.
         weakref.finalize(lease.base, self._returned.append, block).atexit = False
         return lease
-
-    @property
-    def idle_bytes(self) -> int:
-        self._take_back()
-        return self._idle_bytes
 
     def _take_back(self) -> None:
         while self._returned:

@@ -23,13 +23,13 @@ from mpi4py import MPI
 from jdistgrad import errors
 from jdistgrad.wire import frames
 from jdistgrad.wire.doorbell import Doorbell
-from jdistgrad.wire.memory import BufferPool, SharedMemory, SharedPieces
+from jdistgrad.wire.memory import BufferPool, SharedMemory
 from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
 from jdistgrad.wire.mpi_process import chunks
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.polling import pause
-from jdistgrad.wire.transport import Receiver, Task
+from jdistgrad.wire.transport import Receiver, Task, Transport
 
 FRAME_TAG = 0
 PROBES = 8
@@ -76,7 +76,7 @@ class Transfer:
         return MPI.Request.Testall(self.requests)
 
 
-class MPITransport:
+class MPITransport(Transport):
     """A transport between the ranks of a communicator, which no other code may use.
 
     Arguments:
@@ -98,8 +98,7 @@ class MPITransport:
     ):
         self.rank, self.size, self._world = comm.rank, comm.size, world
         self._comm, self._failures, self._next_check, self._doorbell = comm, failures, 0.0, doorbell
-        self._memory, self._shared = memory, SharedPieces(memory, comm.rank)
-        self._lost: set[int] = set()
+        self._memory, self._lost = memory, set[int]()
         self._dropped: list[Transfer] = []
         self._pool = BufferPool()
         self._tags = int(comm.Get_attr(MPI.TAG_UB) or 32767)
@@ -114,10 +113,7 @@ class MPITransport:
         self._progress = Progress(
             f"jdistgrad-mpi-{self.rank}",
             self._look_for_all,
-            run=receiver.run,
-            enter=receiver.enter_thread,
-            tick=receiver.tick,
-            fail=receiver.fail,
+            receiver,
             sleep=lambda seconds: self._doorbell.sleep(seconds, self._something_came),
             rung=lambda: self._doorbell.all_ring and not self._outgoing,
         )
@@ -156,7 +152,7 @@ class MPITransport:
         if message.kind not in ENCODED and message.body is not None:
             parcel = Parcel(memoryview(pickle.dumps(message.body, protocol=5)), [])
         number = next(self._numbers[peer])
-        put = functools.partial(self._shared.put, peer)
+        put = functools.partial(self._memory.put, peer)
         frame, bulk = frames.pack(message.kind, message.id, number, parcel, put)
         transfer = Transfer([], (frame, bulk), peer)
         try:
@@ -263,9 +259,10 @@ class MPITransport:
         """Take a complete frame: deliver its message, or start to receive its large pieces."""
         frame = frames.unpack(arrived.memory)
         bulk = []
-        for k, place in zip(frame.missing(), frame.places, strict=True):
+        missing = [k for k, piece in enumerate(frame.pieces) if piece is None]
+        for k, place in zip(missing, frame.places, strict=True):
             if place:
-                frame.pieces[k] = self._shared.found(arrived.peer, place, frame.lengths[k])
+                frame.pieces[k] = self._memory.found(arrived.peer, place, frame.lengths[k])
                 if frame.pieces[k] is None:
                     return None
             else:
@@ -318,7 +315,6 @@ class MPITransport:
         self._closed = True
         self._progress.stop()
         self._doorbell.close()
-        self._shared.close()
         self._memory.close()
         if self._failures is not None:
             self._failures.close()

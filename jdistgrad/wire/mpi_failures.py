@@ -86,7 +86,7 @@ class Failures:
     """
 
     def __init__(self, comm: MPI.Intracomm, processes: Sequence[Process]):
-        self._comm, self._group, self._acknowledged = comm, comm.Get_group(), 0
+        self._comm, self._acknowledged = comm, 0
         self._found: set[int] = set()
         self._poll, self._watched = select.poll(), dict[int, int]()
         self._in_reach: set[int] = set()  # ranks of this machine
@@ -112,15 +112,11 @@ class Failures:
             self._poll.unregister(descriptor)
             self._gone.add(self._watched.pop(descriptor))
             os.close(descriptor)
-        found = set(self._gone)
-        failed: Any = self._comm.Get_failed()
-        try:
-            if failed.size > self._acknowledged:
-                self._acknowledged = self._comm.Ack_failed(failed.size)
-                found.update(MPI.Group.Translate_ranks(failed, range(failed.size), self._group))
-        finally:
-            failed.Free()
-        new, self._found = found - self._found, self._found | found
+        dead = failed(self._comm)
+        if len(dead) > self._acknowledged:
+            self._acknowledged = self._comm.Ack_failed(len(dead))
+        new = (self._gone | set(dead)) - self._found
+        self._found |= new
         return sorted(new)
 
     def kill(self, rank: int) -> bool:

@@ -83,19 +83,24 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
 
 
 def _collect(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
-    hellos = {0: hello}
-
-    def all_here() -> bool:
-        status = MPI.Status()
-        while (message := comm.Improbe(tag=ROLL_TAG, status=status)) is not None:
-            hellos[status.source] = _received(message, status)
-        return len(hellos) == comm.size
-
-    poll(all_here, timeout)
+    hellos = _heard(comm, {0: hello}, ROLL_TAG, timeout)
     roster = pickle.dumps(hellos)
     answers = [comm.Isend([roster, MPI.BYTE], rank, ROSTER_TAG) for rank in hellos if rank != 0]
     poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
     return hellos
+
+
+def _heard(comm: MPI.Intracomm, heard: dict[int, Any], tag: int, timeout: float) -> dict[int, Any]:
+    """Return what the ranks say under a tag, by rank, once all have said something or the timeout has passed."""
+
+    def all_here() -> bool:
+        status = MPI.Status()
+        while (message := comm.Improbe(tag=tag, status=status)) is not None:
+            heard[status.source] = _received(message, status)
+        return len(heard) == comm.size
+
+    poll(all_here, timeout)
+    return heard
 
 
 def _report(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
@@ -141,19 +146,11 @@ def naming_the_dead(comm: MPI.Intracomm) -> Iterator[None]:
 
 def missing_at_the_end(comm: MPI.Intracomm, timeout: float) -> list[int]:
     """Return the ranks that do not call this within ``timeout`` seconds. To be called once, at the end of a program."""
-    others = set(range(comm.size)) - {comm.rank}
-    sent = [comm.Isend([bytearray(), MPI.BYTE], rank, END_TAG) for rank in others]
-
-    def all_here() -> bool:
-        status = MPI.Status()
-        while (message := comm.Improbe(tag=END_TAG, status=status)) is not None:
-            message.Recv([bytearray(), MPI.BYTE])
-            others.discard(status.source)
-        return not others
-
-    poll(all_here, timeout)
-    poll(lambda: MPI.Request.Testall(sent), 0.0 if others else timeout)
-    return sorted(others)
+    everybody, note = set(range(comm.size)), pickle.dumps(None)
+    sent = [comm.Isend([note, MPI.BYTE], rank, END_TAG) for rank in everybody - {comm.rank}]
+    missing = everybody - set(_heard(comm, {comm.rank: None}, END_TAG, timeout))
+    poll(lambda: MPI.Request.Testall(sent), 0.0 if missing else timeout)
+    return sorted(missing)
 
 
 def chunks(piece: Any) -> list[memoryview]:

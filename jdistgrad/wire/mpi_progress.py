@@ -27,10 +27,12 @@ from typing import Any
 
 from jdistgrad.threads import IDLE_SECONDS, join_soon, run_task, started
 from jdistgrad.wire.interrupts import is_put_off, put_off_interrupt
-from jdistgrad.wire.polling import LONGEST, WITH_BELL, Sleepers, nap, pause
-from jdistgrad.wire.transport import Task
+from jdistgrad.wire.polling import LONGEST, WITH_BELL, nap, pause
+from jdistgrad.wire.transport import Receiver, Task
 
 Look = Callable[[], tuple[bool, Task | None]]
+
+INTERRUPT_SECONDS = 0.02  # how often the main thread wakes to see whether Ctrl-C was pressed
 
 log = logging.getLogger("jdistgrad.wire")
 
@@ -40,33 +42,28 @@ class Progress:
 
     Arguments:
       look: looks for messages once, without waiting; returns whether anything moved, and at most one task to run.
-      run: runs a task on another thread.
-      enter: runs first in every serving thread.
-      tick: does housekeeping, about every ``tick_seconds``.
+      receiver: its callbacks are called: ``tick`` about every ``tick_seconds``, and ``fail`` when ``look`` has raised;
+        no thread looks for messages after that.
       sleep: sleeps for at most so many seconds, while there is nothing to look for.
       rung: returns whether all that this process has to look for ends such a sleep.
-      fail: is called when ``look`` has raised; no thread looks for messages after that.
     """
 
     def __init__(
         self,
         name: str,
         look: Look,
+        receiver: Receiver,
         *,
-        run: Callable[[Task], None],
-        enter: Task,
-        tick: Callable[[float], None],
-        fail: Callable[[BaseException], None],
         sleep: Callable[[float], None] = pause,
         rung: Callable[[], bool] = lambda: False,
         tick_seconds: float = 0.005,
     ):
-        self._name, self._look, self._run, self._enter = name, look, run, enter
-        self._tick, self._fail, self._tick_seconds = tick, fail, tick_seconds
-        self._rest, self._rung = sleep, rung
+        self._name, self._look, self._receiver = name, look, receiver
+        self._rest, self._rung, self._tick_seconds = sleep, rung, tick_seconds
         self._baton, self._primary = threading.Lock(), threading.Lock()
-        self._standby, self._sleepers = threading.Semaphore(0), Sleepers()
-        self._count = itertools.count()
+        self._standby, self._count = threading.Semaphore(0), itertools.count()
+        # The threads that sleep, the latest last; each entry is removed once, by the waker or the thread.
+        self._asleep: dict[concurrent.futures.Future[None], None] = {}
         self._free = self._parked = self._busy = 0
         self._counting = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -86,7 +83,8 @@ class Progress:
     def stop(self) -> None:
         """Stop looking for messages; return when no thread looks any more. Tasks that run may go on."""
         self._stopped = True
-        self._sleepers.wake_all()
+        while self._wake():
+            pass
         self._baton.acquire()  # never released
         with self._counting:
             self._standby.release(self._parked + 1)
@@ -124,14 +122,28 @@ class Progress:
                     self._last_wait, self._last_waiter = time.monotonic(), threading.get_ident()
                     self._give_back()
                 if task is not None:
-                    self._run(task)
+                    self._receiver.run(task)
 
     def _sleep(self, futures: Sequence[concurrent.futures.Future[Any]], deadline: float) -> None:
-        """Sleep while another thread looks, until an answer has come or this thread is woken to look."""
-        number = self._sleepers.enter()
-        if self._baton.locked() and not self._stopped:  # else the looking thread may have left before ``enter``
-            self._sleepers.sleep(number, futures, deadline)
-        self._sleepers.leave(number)
+        """Sleep while another thread looks, until an answer has come or this thread is woken to look, or shorter."""
+        called: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._asleep[called] = None
+        longest = INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else threading.TIMEOUT_MAX
+        seconds = min(longest, deadline - time.monotonic())
+        if self._baton.locked() and not self._stopped and seconds > 0:  # else nobody may wake this thread
+            concurrent.futures.wait((*futures, called), seconds, concurrent.futures.FIRST_COMPLETED)
+        self._asleep.pop(called, None)
+
+    def _wake(self) -> bool:
+        """Wake the latest sleeper; return whether there was one."""
+        if not self._asleep:
+            return False
+        try:
+            called, _ = self._asleep.popitem()
+        except KeyError:  # the last sleeper has just left
+            return False
+        called.set_result(None)
+        return True
 
     def _give_back(self) -> bool:
         """Stop looking, and wake a sleeper to look; return whether there was a sleeper.
@@ -139,14 +151,14 @@ class Progress:
         If that sleeper has its answer by now, the primary will wake the next.
         """
         self._baton.release()
-        return self._sleepers.wake()
+        return self._wake()
 
     def _look_until(self, done: Callable[[], bool], deadline: float) -> None:
         quiet_since = now = time.monotonic()
         while not (done() or self._stopped or now >= deadline):
             moved, task = self._look_safely()
             if task is not None:
-                self._run(task)
+                self._receiver.run(task)
             now = time.monotonic()
             if moved:
                 quiet_since = now
@@ -178,7 +190,7 @@ class Progress:
         return True
 
     def _serve(self) -> None:
-        self._enter()
+        self._receiver.enter_thread()
         while not self._stopped:
             task = self._be_primary() if self._primary.acquire(blocking=False) else None
             if task is not None:
@@ -201,7 +213,7 @@ class Progress:
                 if task is not None and self._leaves_to_run():
                     return task
                 if task is not None:
-                    self._run(task)
+                    self._receiver.run(task)
             return None
         finally:
             self._primary.release()
@@ -255,8 +267,9 @@ class Progress:
         except Exception as error:
             self._stopped = True
             log.exception("%s cannot look for messages any more", self._name)
-            self._fail(error)
-            self._sleepers.wake_all()
+            self._receiver.fail(error)
+            while self._wake():
+                pass
             return False, None
 
     def _tick_if_due(self) -> None:
@@ -264,7 +277,7 @@ class Progress:
         if now >= self._next_tick:
             self._next_tick = now + self._tick_seconds
             try:
-                self._tick(now)
+                self._receiver.tick(now)
             except Exception:  # without this thread no call would be served
                 log.exception("housekeeping of %s failed", self._name)
 

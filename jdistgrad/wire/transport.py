@@ -1,38 +1,41 @@
-"""The protocol of transports, which move messages without interpreting them."""
+"""What transports do, which move messages without interpreting them, and what they call."""
 
 import concurrent.futures
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jdistgrad.wire.message import Message
 
 Task = Callable[[], None]
 
 
-class Receiver(Protocol):
-    """The callbacks of a transport. ``receive`` and ``tick`` must be quick, not wait, and not run users' code."""
+@dataclasses.dataclass(slots=True)
+class Receiver:
+    """The callbacks of a transport. ``receive`` and ``tick`` must be quick, not wait, and not run users' code.
 
-    def receive(self, message: Message) -> Task | None:
-        """Take a message; return work that cannot be done quickly as a task, which the transport must have run."""
+    Arguments:
+      receive: takes a message; returns work that cannot be done quickly as a task, which the transport must have run.
+      run: runs a task on some thread that may wait.
+      enter_thread: prepares a thread of the transport, before it runs tasks.
+      tick: does housekeeping at the given time; called some hundred times a second.
+      fail: takes note that the transport is broken.
+      lost: takes note that a worker has died, and why.
+    """
 
-    def run(self, task: Task) -> None:
-        """Run a task on some thread that may wait."""
-
-    def enter_thread(self) -> None:
-        """Prepare a thread of the transport, before it runs tasks."""
-
-    def tick(self, now: float) -> None:
-        """Do housekeeping; called some hundred times a second."""
-
-    def fail(self, error: BaseException) -> None:
-        """Take note that the transport is broken."""
-
-    def lost(self, peer: int, why: str) -> None:
-        """Take note that a worker has died."""
+    receive: Callable[[Message], Task | None]
+    run: Callable[[Task], None]
+    enter_thread: Callable[[], None]
+    tick: Callable[[float], None]
+    fail: Callable[[BaseException], None]
+    lost: Callable[[int, str], None]
 
 
-class Transport(Protocol):
-    """A transport of messages between the workers of one world."""
+class Transport:
+    """A transport of messages between the workers of one world.
+
+    Each writes the first four methods. The others do nothing where senders deliver, in one process.
+    """
 
     rank: int
     size: int
@@ -55,23 +58,24 @@ class Transport(Protocol):
           WireError: the transport has failed (over MPI).
         """
 
-    def lose(self, peer: int) -> None:
-        """Send nothing more to a worker that is lost, in a world that survives."""
-
-    def kill(self, peer: int) -> bool:
-        """Kill the process of a worker that stands still, in a world that survives; return False if that cannot be."""
-
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed.
 
         For a single future, this may return at once and leave the waiting to the future.
         """
 
+    def close(self, *, graceful: bool) -> None:
+        """Finish the sends under way and stop. ``graceful``: every worker of the world closes now."""
+
+    def lose(self, peer: int) -> None:
+        """Send nothing more to a worker that is lost, in a world that survives."""
+
+    def kill(self, peer: int) -> bool:
+        """Kill the process of a worker that stands still, in a world that survives; return False if that cannot be."""
+        return False
+
     def look(self) -> None:
         """Deliver what has arrived, unless another thread does, without waiting."""
 
     def serve_only(self, *, only: bool) -> None:
         """Set whether the program does nothing of its own here, so that serving may use all of the CPU time."""
-
-    def close(self, *, graceful: bool) -> None:
-        """Finish the sends under way and stop. ``graceful``: every worker of the world closes now."""

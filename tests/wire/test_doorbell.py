@@ -2,7 +2,6 @@
 
 import contextlib
 import ctypes
-import mmap
 import os
 import socket
 import threading
@@ -22,13 +21,13 @@ FOR_EVER = 3600.0  # of a sleep that only a ring ends; the guard of the tests en
 def doorbells_of(count, *addresses):
     """Yield so many doorbells that have met, and have met these addresses; they are closed with their memory."""
     with contextlib.ExitStack() as until_done:
-        memories = [SharedMemory(mmap.PAGESIZE) for _ in range(count)]
+        memories = [SharedMemory() for _ in range(count)]
         made = [Doorbell(memory) for memory in memories]
         for memory, bell in zip(memories, made, strict=True):
             until_done.callback(memory.close)
             until_done.callback(bell.close)
-        for memory, bell in zip(memories, made, strict=True):
-            memory.meet([*[one.address for one in memories], *addresses])
+        for rank, (memory, bell) in enumerate(zip(memories, made, strict=True)):
+            memory.meet([*[one.address for one in memories], *addresses], rank)
             bell.meet([*[one.address for one in made], *addresses])
         yield made
 
@@ -155,13 +154,12 @@ def test_who_cannot_be_reached_is_known_at_once():
 def test_one_that_does_not_come_keeps_nobody_from_being_rung(monkeypatch):
     """Linux counts what has not been read against the sender; hosts that let many rings queue come to that limit."""
 
-    def with_little_room():
-        made = new_socket()
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
-        return made
+    class WithLittleRoom(socket.socket):
+        def __init__(self, *kind):
+            super().__init__(*kind)
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
-    new_socket = doorbells._new_socket
-    monkeypatch.setattr(doorbells, "_new_socket", with_little_room)
+    monkeypatch.setattr(socket, "socket", WithLittleRoom)
     with doorbells_of(3) as made:
         with made[1]._asleep():
             ring_all(made[0], [1] * 100)
@@ -192,9 +190,9 @@ def transport_of_all_ranks():
 
     from jdistgrad.wire.mpi import MPITransport
 
-    comm, memory, received = MPI.COMM_WORLD.Dup(), SharedMemory(NBYTES), Received()
+    comm, memory, received = MPI.COMM_WORLD.Dup(), SharedMemory(), Received()
     bell = Doorbell(memory)
-    memory.meet(comm.allgather(memory.address))
+    memory.meet(comm.allgather(memory.address), comm.rank)
     bell.meet(comm.allgather(bell.address))
     transport = MPITransport(comm, "test", memory, bell)
     transport._receiver, transport._progress = received, types.SimpleNamespace(active=lambda: None)

@@ -14,6 +14,7 @@ from hypothesis import given, strategies as st
 
 from jdistgrad.wire import mpi_progress, polling
 from jdistgrad.wire.mpi_progress import Progress
+from jdistgrad.wire.transport import Receiver
 
 
 class Mailbox:
@@ -30,7 +31,7 @@ class Mailbox:
         self.seen = set()  # the threads that have looked
         self.broken = None
         self.progress = Progress(
-            "test", self.look, run=self.run, enter=lambda: None, tick=self.tick, fail=self.failures.append, **how
+            "test", self.look, Receiver(None, self.run, int, self.tick, self.failures.append, None), **how
         )
         self.progress.start()
 
@@ -95,7 +96,7 @@ def test_threads_that_are_not_needed_any_more_end(mailbox, monkeypatch):
 def test_without_a_standby_the_primary_hands_tasks_on(mailbox):
     handed_on, begun, go_on = queue.SimpleQueue(), threading.Event(), threading.Event()
     mailbox.future().result(30)  # primary and standby are there
-    mailbox.progress._run = handed_on.put
+    mailbox.progress._receiver.run = handed_on.put
     with no_more_threads():
         mailbox.tasks.put(lambda: (begun.set(), go_on.wait()))
         assert begun.wait(30)
@@ -383,7 +384,7 @@ def test_housekeeping_that_fails_goes_on(mailbox, caplog):
         mailbox.tick(now)
         raise RuntimeError("a broom broke")
 
-    mailbox.progress._tick = fail
+    mailbox.progress._receiver.tick = fail
     third = mailbox.third_tick
     mailbox.progress.wait_for((third,), None)
     assert third.done()

@@ -5,6 +5,7 @@ and cotangents of both. JAX carries handles through its transformations and adds
 with them. Inside is a vector, the *marks*: zeros in a reference, in a gradient the sum of the marks of its parts.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -34,11 +35,39 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise TypeError(WHY)
 
 
+class _Explained(type):
+    """The type of ``Handle``, which libraries name in their errors about arguments that are no arrays."""
+
+    def __repr__(cls) -> str:
+        return f"<{WHY}>"
+
+
+class Handle(metaclass=_Explained):
+    """The handle of a reference, whose marks are known."""
+
+    __slots__ = ("marks",)
+    __hash__ = object.__hash__
+
+    def __init__(self, marks: Any):
+        self.marks = marks
+
+    def __repr__(self) -> str:
+        return "<leaf of a reference>"
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"no attribute {name!r}: {WHY}", name=name, obj=self)
+
+
+class GradientHandle(Handle):
+    """The gradient of a reference, whose marks are known."""
+
+
 class HandleType(HiType):
     """The type of the handles of references."""
 
     dtype = np.dtype([("reference", NO_MARKS.dtype, NO_MARKS.shape)])  # jax.lax.stop_gradient looks at it
     lanes: tuple[int, ...] = ()  # the sizes of batch dimensions
+    handle = Handle
 
     def __hash__(self) -> int:
         return hash((type(self), self.lanes))
@@ -66,11 +95,11 @@ class HandleType(HiType):
     def lo_ty(self) -> list[Any]:
         return [shaped((*self.lanes, *NO_MARKS.shape), NO_MARKS.dtype)]
 
-    def lower_val(self, hi_val: "Handle") -> list[Any]:
+    def lower_val(self, hi_val: Handle) -> list[Any]:
         return [hi_val.marks]
 
-    def raise_val(self, *lo_vals: Any) -> "Handle":
-        return Handle(*lo_vals)
+    def raise_val(self, *lo_vals: Any) -> Handle:
+        return self.handle(*lo_vals)
 
     def to_tangent_aval(self) -> "GradientType":
         return GradientType(self.lanes)
@@ -78,14 +107,12 @@ class HandleType(HiType):
     def dec_rank(self, size: Any, spec: Any) -> "HandleType":
         return self if spec is None else _refuse()
 
-    def inc_rank(self, size: Any, spec: Any) -> "HandleType":
-        return self if spec is None else _refuse()
+    inc_rank = dec_rank
 
     def shard(self, *_: Any, **__: Any) -> "HandleType":
         return self
 
-    def unshard(self, *_: Any, **__: Any) -> "HandleType":
-        return self
+    unshard = shard
 
     def nospec(self, *_: Any) -> "_Everywhere":
         return _Everywhere()
@@ -93,6 +120,8 @@ class HandleType(HiType):
 
 class GradientType(HandleType):
     """The type of gradients of references. In ``jax.vmap`` there may be one for each element of a batch."""
+
+    handle = GradientHandle
 
     def __init__(self, lanes: tuple[int, ...]):
         self.lanes = lanes
@@ -103,9 +132,6 @@ class GradientType(HandleType):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.lanes or _refuse()
-
-    def raise_val(self, *lo_vals: Any) -> "GradientHandle":
-        return GradientHandle(*lo_vals)
 
     def vspace_zero(self) -> Any:
         return gradient_with_marks(jnp.zeros((*self.lanes, *NO_MARKS.shape), NO_MARKS.dtype))
@@ -139,33 +165,6 @@ class _Everywhere(HiPspec):
         return self
 
     to_ct_spec = to_tangent_spec
-
-
-class _Explained(type):
-    """The type of ``Handle``, which libraries name in their errors about arguments that are no arrays."""
-
-    def __repr__(cls) -> str:
-        return f"<{WHY}>"
-
-
-class Handle(metaclass=_Explained):
-    """The handle of a reference, whose marks are known."""
-
-    __slots__ = ("marks",)
-    __hash__ = object.__hash__
-
-    def __init__(self, marks: Any):
-        self.marks = marks
-
-    def __repr__(self) -> str:
-        return "<leaf of a reference>"
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"no attribute {name!r}: {WHY}", name=name, obj=self)
-
-
-class GradientHandle(Handle):
-    """The gradient of a reference, whose marks are known."""
 
 
 HANDLE = Handle(NO_MARKS)
@@ -216,14 +215,14 @@ def marks_of(handle: Any) -> Any:
     return _marks_p.bind(handle) if isinstance(handle, jax.core.Tracer) else handle.marks
 
 
-def with_marks(marks: Any) -> Any:
-    """Return the handle of a reference with these marks, which JAX may be tracing."""
-    return _reference_p.bind(marks) if isinstance(marks, jax.core.Tracer) else Handle(marks)
+def with_marks(marks: Any, kind: type[Handle] = Handle) -> Any:
+    """Return the handle of a reference, or of a gradient, with these marks, which JAX may be tracing."""
+    if isinstance(marks, jax.core.Tracer):
+        return (_gradient_p if kind is GradientHandle else _reference_p).bind(marks)
+    return kind(marks)
 
 
-def gradient_with_marks(marks: Any) -> Any:
-    """Return the handle of a gradient with these marks, which JAX may be tracing."""
-    return _gradient_p.bind(marks) if isinstance(marks, jax.core.Tracer) else GradientHandle(marks)
+gradient_with_marks = functools.partial(with_marks, kind=GradientHandle)
 
 
 def without_handles(leaves: Sequence[Any]) -> list[Any]:
@@ -238,11 +237,7 @@ def renewed(leaf: Any) -> Any:
     """
     if not is_handle(leaf) or isinstance(leaf, Handle):
         return leaf
-    return _with(jax.typeof(leaf), marks_of(leaf))
-
-
-def _with(kind: HandleType, marks: Any) -> Any:
-    return gradient_with_marks(marks) if isinstance(kind, GradientType) else with_marks(marks)
+    return with_marks(marks_of(leaf), jax.typeof(leaf).handle)
 
 
 class _Conversion(Primitive):
@@ -283,4 +278,4 @@ _gradient_p = _Conversion(
     gradient_with_marks,
     marks_of,
 )
-complete_high_types(marks_of, _with)
+complete_high_types(marks_of, lambda kind, marks: with_marks(marks, kind.handle))

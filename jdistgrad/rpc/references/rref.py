@@ -45,6 +45,7 @@ class MethodCaller:
     __slots__ = ("_call", "_rref", "_timeout")
 
     def __init__(self, rref: Any, call: Callable[..., Any], timeout: float | None):
+        rref._home("calling a method")
         self._rref, self._call, self._timeout = rref, call, timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -152,19 +153,15 @@ class RRef(Elsewhere, Generic[T]):
 
     def rpc_sync(self, timeout: float | None = None) -> "MethodCaller":
         """Call a method of the value where it lives: ``rref.rpc_sync().method(x)``."""
-        return self._methods(rpc_sync, timeout)
+        return MethodCaller(self, rpc_sync, timeout)
 
     def rpc_async(self, timeout: float | None = None) -> "MethodCaller":
         """Call a method as with ``rpc_sync``; the call returns a future."""
-        return self._methods(rpc_async, timeout)
+        return MethodCaller(self, rpc_async, timeout)
 
     def remote(self, timeout: float | None = None) -> "MethodCaller":
         """Call a method as with ``rpc_sync``; the call returns a reference to the result."""
-        return self._methods(remote, timeout)
-
-    def _methods(self, call: Any, timeout: float | None) -> MethodCaller:
-        self._home("calling a method")
-        return MethodCaller(self, call, timeout)
+        return MethodCaller(self, remote, timeout)
 
     def _home(self, what: str) -> Mailbox:
         """Return the mailbox of the worker that this code runs on. Raises if it is not in the reference's world."""
@@ -204,11 +201,10 @@ class RRef(Elsewhere, Generic[T]):
     def __repr__(self) -> str:
         return f"RRef({ids.spell(self.id)} on {self.owner})"
 
-    def __copy__(self) -> "RRef[Any]":
+    def __deepcopy__(self, memo: Any = None) -> "RRef[Any]":
         return self
 
-    def __deepcopy__(self, memo: Any) -> "RRef[Any]":
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
         self._home("sending")

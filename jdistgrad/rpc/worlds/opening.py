@@ -24,7 +24,7 @@ from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub, LocalTransport
-from jdistgrad.wire.transport import Transport
+from jdistgrad.wire.transport import Receiver, Transport
 
 THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # for workers of a local world
 LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "threads", "wire"))
@@ -102,12 +102,12 @@ def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bo
     from jdistgrad.rpc.worlds import mpi_exit
     from jdistgrad.wire import mpi_failures, mpi_process
     from jdistgrad.wire.doorbell import Doorbell
-    from jdistgrad.wire.memory import NBYTES, SharedMemory
+    from jdistgrad.wire.memory import SharedMemory
     from jdistgrad.wire.mpi import MPITransport
     from jdistgrad.wire.mpi_process import abort_job
 
     with contextlib.ExitStack() as if_failed:
-        memory = SharedMemory(NBYTES)
+        memory = SharedMemory()
         if_failed.callback(memory.close)
         doorbell = Doorbell(memory)
         if_failed.callback(doorbell.close)
@@ -115,7 +115,7 @@ def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bo
         hellos, workers = _meet(comm, hello, timeout, with_devices=with_devices)
         own = mpi_process.duplicate(comm, timeout)
         failures = mpi_failures.Failures(own, [one.process for one in hellos]) if survive else None
-        memory.meet([one.memory for one in hellos])
+        memory.meet([one.memory for one in hellos], comm.rank)
         doorbell.meet([one.doorbell for one in hellos])
         transport, world = MPITransport(own, hellos[0].world, memory, doorbell, failures), hellos[0].world
         process = Process(abort_job, mpi_exit.report)
@@ -212,7 +212,9 @@ def _open(
     for name in LOGGERS:
         logging.getLogger(name).addFilter(add_fields)  # once, however often it is added
     try:
-        transport.start(worker)
+        transport.start(
+            Receiver(worker.receive, worker.run, worker.enter_thread, worker.tick, worker.fail, worker.lost)
+        )
     except errors.DistgradError:  # another local worker failed before all were there
         worker.close(graceful=False)
         raise
