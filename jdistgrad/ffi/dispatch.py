@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import backends_are_initialized
-from jdistgrad.threads import OWN_POOL, POOL, started, usable_cores
+from jdistgrad.threads import OWN_POOL, POOL, usable_cores
 
 OPTION = "jax_cpu_enable_async_dispatch"
 PATIENCE = 2.0  # seconds
@@ -69,55 +69,42 @@ def explained_on(count: int, function: Callable[..., Any]) -> Callable[..., Any]
 class WaitingPrograms:
     """A count of the programs that wait for other workers on XLA's threads.
 
-    Warns once when these have been all in use for a while: shorter waits are those of every collective.
+    A worker looks, with its housekeeping, whether these have been all in use for a while, which is told once: shorter
+    waits are those of every collective.
     """
 
     def __init__(self) -> None:
         self._count, self._lock = 0, threading.Lock()
         self._full_since: float | None = None
-        self._watching = False
+        self._told = False
 
     def __enter__(self) -> None:
         with self._lock:
             self._count += 1
-            if self._count < self._size:
-                return
-            self._full_since = self._full_since or time.monotonic()
-            start, self._watching = not self._watching, True
-        if start:
-            try:
-                started(self._watch, "jdistgrad-full-pool")
-            except RuntimeError:  # a warning less: this program must go on
-                self._watching = False
-
-    def _watch(self) -> None:
-        """Warn if the threads stay in use for ``PATIENCE`` seconds, and only once; end if they do not."""
-        while True:
-            time.sleep(PATIENCE / 4)
-            with self._lock:
-                since, count = self._full_since, self._count
-                if since is None:
-                    self._watching = False
-                    return
-            if time.monotonic() - since < PATIENCE:
-                continue
-            log.warning(
-                "%d compiled programs wait for other workers, and XLA has no more threads here: requests from other "
-                "workers may now wait for ever. Set the environment variable %s to a larger number (jdistgrad run "
-                "sets it to a rank's share of the cores), and import jdistgrad after jax, before the first array is "
-                "made: jdistgrad then tells JAX to run programs on the threads that call them, and, in a program that "
-                "was not started as a job, XLA to have %d threads.",
-                count,
-                POOL,
-                THREADS,
-            )
-            return
+            if self._count >= self._size and self._full_since is None:
+                self._full_since = time.monotonic()
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._count -= 1
             if self._count < self._size:
                 self._full_since = None
+
+    def look(self, now: float) -> None:
+        since = self._full_since
+        if since is None or self._told or now - since < PATIENCE:
+            return
+        self._told = True
+        log.warning(
+            "%d compiled programs wait for other workers, and XLA has no more threads here: requests from other "
+            "workers may now wait for ever. Set the environment variable %s to a larger number (jdistgrad run "
+            "sets it to a rank's share of the cores), and import jdistgrad after jax, before the first array is "
+            "made: jdistgrad then tells JAX to run programs on the threads that call them, and, in a program that "
+            "was not started as a job, XLA to have %d threads.",
+            self._count,
+            POOL,
+            THREADS,
+        )
 
     @functools.cached_property
     def _size(self) -> int:

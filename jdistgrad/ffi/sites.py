@@ -30,7 +30,6 @@ from jdistgrad.threads import ThreadPool, called_by_c, signal_again
 
 TARGET = "jdistgrad_call"
 
-
 # The absl status codes that errors here have.
 CANCELLED, DEADLINE_EXCEEDED, INTERNAL, UNAVAILABLE = 1, 4, 13, 14
 
@@ -40,8 +39,6 @@ ALIGNMENT = 64  # bytes
 ALIGNED_FROM = 1 << 12  # smaller arrays are copied at once, on the thread that needs them
 
 Array = tuple[tuple[int, ...], np.dtype]
-
-
 Function = Callable[..., Any]
 Together = tuple[int, Mapping[int, Any]]
 
@@ -141,7 +138,7 @@ class SiteCall:
         self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.AsyncResult, *, holds_thread: bool
     ):
         self._function, self._results, self._pending = function, results, pending
-        self._crowd: Any = _waiting if holds_thread else contextlib.nullcontext()
+        self._crowd: Any = waiting if holds_thread else contextlib.nullcontext()
         self._ended, self._lock = False, threading.Lock()
         self.cancelled = False
         _under_way.add(self)
@@ -192,7 +189,7 @@ def cancel_all() -> None:
 _numbers = itertools.count(secrets.randbits(62))
 _sites: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
 _threads = ThreadPool("jdistgrad-compiled")
-_waiting = WaitingPrograms()
+waiting = WaitingPrograms()
 _under_way: set[SiteCall] = set()
 _running = threading.local()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from jdistgrad import errors
+from jdistgrad.ffi.sites import waiting
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import Callbacks, Caller
 from jdistgrad.rpc.calls.pending import Pending
@@ -164,6 +165,7 @@ class Worker(Mailbox):
         awaited = self.calls.awaited() | self.closing.awaited() | self.watchdog.awaited() | self.losses.awaited()
         self.peers.look(awaited, now)
         self.watchdog.look(now)
+        waiting.look(now)
 
     # The end.
 

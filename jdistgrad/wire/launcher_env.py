@@ -97,11 +97,6 @@ def refuse_place_of_another_process(what: str) -> None:
 LEFT_OPEN = "MPI4PY_RC_FINALIZE"
 
 
-def mpi_is_left_open() -> bool:
-    """Return whether the environment has mpi4py leave MPI open at the end, wherever it is imported first."""
-    return os.environ.get(LEFT_OPEN, "").lower() in ("0", "false", "no", "n", "off")
-
-
 def outside_the_job() -> dict[str, str]:
     """Return this process's environment without what would make a child a part of the job."""
 

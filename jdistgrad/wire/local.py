@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import errors
+from jdistgrad.threads import started
 from jdistgrad.wire.interrupts import SteadyCondition, wait_for_first
 from jdistgrad.wire.message import Message
 from jdistgrad.wire.transport import Receiver, Transport
 
 TICK_SECONDS = 0.005
+JOIN_SECONDS = 60.0  # for the last worker to open, when all have met
 
 log = logging.getLogger("jdistgrad.wire")
 
@@ -57,34 +59,18 @@ class LocalWorld:
     def __init__(self, hub: Hub):
         self.hub, self.size = hub, hub.size
         self._hellos: dict[int, Any] = {}
-        self._receivers: dict[int, Receiver | None] = {}  # by rank; None: it has left
+        self.receivers: dict[int, Receiver | None] = {}  # by rank; None: it has left
         self._changed = SteadyCondition()
 
     def gather(self, rank: int, hello: Any, timeout: float) -> list[Any]:
         """Return the hellos of all workers by rank, once all have called. Raises WorldError with the missing ranks."""
-        with self._changed:
-            self._hellos[rank] = hello
-            self._changed.notify_all()
-            self._wait_for_all(self._hellos, timeout)
-            return [self._hellos[rank] for rank in range(self.size)]
+        self._arrive(self._hellos, rank, hello, timeout)
+        return [self._hellos[rank] for rank in range(self.size)]
 
-    def join(self, rank: int, receiver: Receiver, timeout: float = 60.0) -> None:
-        with self._changed:
-            self._receivers[rank] = receiver
-            self._changed.notify_all()
-            if len(self._receivers) == self.size:
-                threading.Thread(target=self._tick, name="jdistgrad-clock", daemon=True).start()
-            self._wait_for_all(self._receivers, timeout)
-
-    def leave(self, rank: int) -> None:
-        self._receivers[rank] = None
-
-    def receiver(self, rank: int) -> Receiver:
-        receiver = self._receivers[rank]
-        if receiver is None:
-            self.hub.check()
-            raise errors.WorkerLostError(f"the worker of rank {rank} has left this local world", worker=rank)
-        return receiver
+    def join(self, rank: int, receiver: Receiver) -> None:
+        self._arrive(self.receivers, rank, receiver, JOIN_SECONDS)
+        if rank == 0:
+            started(self._tick, "jdistgrad-clock")
 
     def fail(self, error: BaseException) -> None:
         with self._changed:
@@ -94,11 +80,15 @@ class LocalWorld:
 
     def _present(self) -> dict[int, Receiver]:
         """Return the workers that have come and not left, by rank."""
-        return {rank: receiver for rank, receiver in self._receivers.copy().items() if receiver is not None}
+        return {rank: receiver for rank, receiver in self.receivers.copy().items() if receiver is not None}
 
-    def _wait_for_all(self, arrivals: dict[int, Any], timeout: float) -> None:
+    def _arrive(self, arrivals: dict[int, Any], rank: int, value: Any, timeout: float) -> None:
+        """Add what a rank brings to the arrivals, and wait for all ranks."""
         limit = min(timeout, threading.TIMEOUT_MAX)
-        complete = self._changed.wait_for(lambda: len(arrivals) == self.size or self.hub.failure, limit)
+        with self._changed:
+            arrivals[rank] = value
+            self._changed.notify_all()
+            complete = self._changed.wait_for(lambda: len(arrivals) == self.size or self.hub.failure, limit)
         self.hub.check()
         if not complete:
             missing = sorted(set(range(self.size)) - set(arrivals))
@@ -131,7 +121,10 @@ class LocalTransport(Transport):
         self.world.join(self.rank, receiver)
 
     def send(self, peer: int, message: Message) -> None:
-        receiver = self.world.receiver(peer)
+        receiver = self.world.receivers[peer]
+        if receiver is None:
+            self.world.hub.check()
+            raise errors.WorkerLostError(f"the worker of rank {peer} has left this local world", worker=peer)
         task = receiver.receive(message)
         if task is not None:
             receiver.run(task)
@@ -142,4 +135,4 @@ class LocalTransport(Transport):
             wait_for_first(futures, timeout)
 
     def close(self, *, graceful: bool) -> None:
-        self.world.leave(self.rank)
+        self.world.receivers[self.rank] = None

@@ -44,23 +44,19 @@ _abandoned: list["MPITransport"] = []
 
 # Communicators of worlds that this process has left, by world. Only all ranks together may free one, or none: Open MPI
 # stands still in a later split otherwise. Whether all have left in the same way is known when they meet again.
-_left: dict[str, MPI.Intracomm] = {}
-
-
-def worlds_left() -> tuple[str, ...]:
-    return tuple(_left)
+worlds_left: dict[str, MPI.Intracomm] = {}
 
 
 def free_left(left: Sequence[Sequence[str]]) -> None:
     """Free the communicators of the worlds that all ranks have left with their transfers done. All must call it.
 
     Arguments:
-      left: by rank, the worlds it has left, as ``worlds_left`` says there.
+      left: by rank, the worlds in its ``worlds_left``.
     """
     for world in left[0]:
         if all(world in of_rank for of_rank in left):
-            _left[world].Free()
-    _left.clear()
+            worlds_left[world].Free()
+    worlds_left.clear()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -320,6 +316,6 @@ class MPITransport(Transport):
             self._failures.close()
             _abandoned.append(self)  # others may die meanwhile, and no rank may wait for them inside MPI
         elif graceful:
-            _left[self._world] = self._comm
+            worlds_left[self._world] = self._comm
         elif self._incoming or self._outgoing or self._dropped:
             _abandoned.append(self)

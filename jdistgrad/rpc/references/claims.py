@@ -161,22 +161,19 @@ class Claim:
 # References in messages.
 
 
-class Shipment:
+class Shipment(list[tuple["Claim", Weight]]):
     """The references in one message, and the weight that each gives away.
 
     A receiver takes the weight over before it decodes anything, so no weight is lost if it cannot decode the message,
     or never opens it.
     """
 
-    def __init__(self) -> None:
-        self.given: list[tuple[Claim, Weight]] = []
-
     def take_back(self) -> None:
-        for claim, weight in self.given:
+        for claim, weight in self:
             claim.add(weight)
 
     def attachment(self) -> bytes:
-        return pickle.dumps([(c.id, c.owner, w.units, w.scale) for c, w in self.given]) if self.given else b""
+        return pickle.dumps([(c.id, c.owner, w.units, w.scale) for c, w in self]) if self else b""
 
 
 def ship(claim: Claim) -> int:
@@ -190,8 +187,8 @@ def ship(claim: Claim) -> int:
             "a remote reference can only travel inside a call of jdistgrad: its owner would not know of a copy pickled "
             "by itself. Send it as an argument or a result, or save rref.to_here() instead."
         )
-    shipment.given.append((claim, claim.split()))
-    return len(shipment.given) - 1
+    shipment.append((claim, claim.split()))
+    return len(shipment) - 1
 
 
 def arrived(number: int) -> Claim:

@@ -5,6 +5,7 @@ and cotangents of both. JAX carries handles through its transformations and adds
 with them. Inside is a vector, the *marks*: zeros in a reference, in a gradient the sum of the marks of its parts.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -62,18 +63,13 @@ class GradientHandle(Handle):
     """The gradient of a reference, whose marks are known."""
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class HandleType(HiType):
     """The type of the handles of references."""
 
     dtype = np.dtype([("reference", NO_MARKS.dtype, NO_MARKS.shape)])  # jax.lax.stop_gradient looks at it
-    lanes: tuple[int, ...] = ()  # the sizes of batch dimensions
     handle = Handle
-
-    def __hash__(self) -> int:
-        return hash((type(self), self.lanes))
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.lanes == other.lanes
+    lanes: tuple[int, ...] = ()  # the sizes of batch dimensions
 
     def __repr__(self) -> str:
         return "reference"
@@ -118,13 +114,11 @@ class HandleType(HiType):
         return _Everywhere()
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class GradientType(HandleType):
     """The type of gradients of references. In ``jax.vmap`` there may be one for each element of a batch."""
 
     handle = GradientHandle
-
-    def __init__(self, lanes: tuple[int, ...]):
-        self.lanes = lanes
 
     def __repr__(self) -> str:
         return f"gradient of a reference{[*self.lanes] if self.lanes else ''}"

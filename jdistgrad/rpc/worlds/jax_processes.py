@@ -19,18 +19,18 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from jdistgrad._compat import backends_are_initialized, configured
+from jdistgrad._compat import backends_are_initialized
 from jdistgrad.config import settings
 from jdistgrad.errors import WorldError
 
 log = logging.getLogger("jdistgrad.rpc")
 
-NO_PROXY, WARN_OF_PROXIES = "no_grpc_proxy", "jax_check_proxy_envs"
+NO_PROXY = "no_grpc_proxy"
 TRIAL_SECONDS = 3.0
 SIOCGIFADDR = 0x8915  # Linux's request for the address of a network interface
 
@@ -182,17 +182,19 @@ def start(offers: Sequence[Offer], rank: int, timeout: float, gather: Callable[[
     """
     if must_start(offers):
         found = address(offers, gather)
+        # gRPC connects directly, whatever proxy the environment names, and JAX need not warn of that.
+        os.environ[NO_PROXY] = found.rpartition(":")[0].strip("[]")
+        jax.config.update("jax_check_proxy_envs", False)
         try:
-            with _without_proxy(found):
-                jax.distributed.initialize(
-                    found,
-                    len(offers),
-                    rank,
-                    cluster_detection_method="deactivate",
-                    initialization_timeout=_whole(timeout),
-                    heartbeat_timeout_seconds=_whole(settings.silence_seconds),
-                    shutdown_timeout_seconds=_whole(math.inf),  # a rank may go on working after shutdown
-                )
+            jax.distributed.initialize(
+                found,
+                len(offers),
+                rank,
+                cluster_detection_method="deactivate",
+                initialization_timeout=_whole(timeout),
+                heartbeat_timeout_seconds=_whole(settings.silence_seconds),
+                shutdown_timeout_seconds=_whole(math.inf),  # a rank may go on working after shutdown
+            )
         except RuntimeError as error:
             raise WorldError(
                 f"init(devices=True): rank {rank} could not start jax.distributed with {len(offers)} ranks and rank 0 "
@@ -223,19 +225,3 @@ def start(offers: Sequence[Offer], rank: int, timeout: float, gather: Callable[[
 
 def _whole(seconds: float) -> int:
     return max(1, int(min(seconds, 1e6)))
-
-
-@contextlib.contextmanager
-def _without_proxy(found: str) -> Iterator[None]:
-    """Let gRPC connect directly, whatever proxy the environment names."""
-    before, warns = os.environ.get(NO_PROXY), configured(WARN_OF_PROXIES)
-    os.environ[NO_PROXY] = found.rpartition(":")[0].strip("[]")
-    jax.config.update(WARN_OF_PROXIES, False)
-    try:
-        yield
-    finally:
-        jax.config.update(WARN_OF_PROXIES, warns)
-        if before is None:
-            del os.environ[NO_PROXY]
-        else:
-            os.environ[NO_PROXY] = before

@@ -6,6 +6,7 @@ import faulthandler
 import importlib
 import logging
 import math
+import os
 import sys
 import time
 import uuid
@@ -90,7 +91,7 @@ def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) 
         uuid.uuid4().hex,
         facts,
         process=mpi_failures.this_process() if survive else None,
-        left=worlds_left(),
+        left=tuple(worlds_left),
         card=devices.card_to_share(),
     )
     worker = _worker_of_rank(comm, hello, timeout, with_devices=with_devices, survive=survive)
@@ -185,7 +186,8 @@ def refuse_what_cannot_survive(*, with_devices: bool) -> None:
             "cannot go on without it. Leave one of the two out."
         )
     mpi4py = importlib.import_module("mpi4py")
-    if "mpi4py.MPI" in sys.modules and mpi4py.rc.finalize is not False and not launcher_env.mpi_is_left_open():
+    is_left_open = os.environ.get(launcher_env.LEFT_OPEN, "").lower() in ("0", "false", "no", "n", "off")
+    if "mpi4py.MPI" in sys.modules and mpi4py.rc.finalize is not False and not is_left_open:
         raise errors.WorldError(
             "init(survive=True): mpi4py.MPI was imported before, and would wait for dead ranks at the end of this "
             "process. Call init first, or set MPI4PY_RC_FINALIZE=0 (`jdistgrad run --survive` does)."
