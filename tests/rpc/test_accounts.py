@@ -159,7 +159,7 @@ def history(seed, deaths):
 
 
 @pytest.mark.parametrize("deaths", [0, 1, 2, 3])
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", [*range(10), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(10, 100))])
 def test_values_live_exactly_as_long_as_survivors_hold_them(seed, deaths):
     world = history(seed, deaths)
     for owner in world.alive:
@@ -172,7 +172,7 @@ def test_values_live_exactly_as_long_as_survivors_hold_them(seed, deaths):
     assert world.left() == [(0, {})] * len(world.alive)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_value_that_is_freed_just_before_its_last_holder_dies_leaves_no_account(seed):
     """The creator learns of the death before its owner tells it to forget the value, which arrives early or late."""
     world = World(random.Random(seed), size=3)

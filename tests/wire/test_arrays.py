@@ -20,8 +20,10 @@ def sent(*arrays):
 
 
 @pytest.mark.parametrize("make", [jnp.asarray, np.asarray], ids=["JAX", "NumPy"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64", "int8", "bool"])
-@pytest.mark.parametrize("shape", [(), (3,), (0, 2), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("float32", ()), ("bfloat16", (3,)), ("complex64", (0, 2)), ("int8", (2, 3, 5)), ("bool", (3,))],
+)
 def test_small_arrays_arrive_as_numpy_arrays(make, dtype, shape):
     array = make(np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(jnp.dtype(dtype)))
     before, found, after = sent(make(np.ones(7, np.int8)), array, make(np.float32(2)))
@@ -63,14 +65,10 @@ def test_not_contiguous():
     np.testing.assert_array_equal(sent(array)[0], array)
 
 
-def test_weak_numbers_stay_weak():
+def test_weak_numbers_and_random_keys_stay_what_they_are():
     number, array = sent(jnp.asarray(2.0), jnp.ones(3))
     assert number.weak_type
-    np.testing.assert_array_equal(array, np.ones(3))
-
-
-def test_random_keys():
-    key, array = sent(jax.random.key(3), jnp.ones(3))
+    key, _ = sent(jax.random.key(3), jnp.ones(3))
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
     np.testing.assert_array_equal(array, np.ones(3))
 

@@ -25,14 +25,13 @@ def taken_by_parent(rank):
     rank.setattr(os, "getpid", lambda: PARENT + 1)
 
 
-def test_a_place_that_nobody_took_is_free(rank):
+def test_a_place_is_free_or_ones_own(rank):
     rank.delenv(launcher_env.PLACE)
     assert launcher_env.place_taken_by() is None
-
-
-def test_a_process_keeps_its_own_place(rank):
     launcher_env.take_place()
     assert launcher_env.place_taken_by() is None
+    assert launcher_env.PLACE in os.environ
+    assert launcher_env.PLACE not in launcher_env.outside_the_job()
 
 
 @pytest.mark.parametrize("job", [{}, {"PMIX_NAMESPACE": "a"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}])
@@ -51,12 +50,6 @@ def test_a_job_that_a_rank_has_started_has_places_of_its_own(rank, another):
     for name, value in another.items():
         rank.setenv(name, value)
     assert launcher_env.place_taken_by() is None
-
-
-def test_a_place_does_not_go_to_what_is_started_outside_the_job(rank):
-    launcher_env.take_place()
-    assert launcher_env.PLACE in os.environ
-    assert launcher_env.PLACE not in launcher_env.outside_the_job()
 
 
 def test_what_is_started_outside_the_job_keeps_the_settings_of_mpi_alone(monkeypatch):

@@ -247,9 +247,13 @@ def test_an_interrupt_wakes_the_main_thread(mailbox, waiting):
     assert not never.done()
 
 
-def test_sleepers_wake_when_the_transport_ends(waiting, mailbox):
+@pytest.mark.parametrize("how", ["ends", "breaks"])
+def test_sleepers_wake_when_the_transport_goes(waiting, mailbox, how, caplog):
     threads = [waiting()[0] for _ in range(5)]
-    mailbox.stop()
+    if how == "ends":
+        mailbox.stop()
+    else:
+        mailbox.broken = RuntimeError("the network is gone")
     for thread in threads:
         thread.join(30)
         assert not thread.is_alive()
@@ -392,14 +396,6 @@ def test_housekeeping_that_fails_goes_on(mailbox, caplog):
     assert "a broom broke" in caplog.text
 
 
-def test_sleepers_wake_when_the_transport_breaks(mailbox, waiting, caplog):
-    threads = [waiting()[0] for _ in range(5)]
-    mailbox.broken = RuntimeError("the network is gone")
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-
-
 def test_nobody_looks_after_the_end():
     box = Mailbox()
     box.progress.stop()
@@ -413,9 +409,4 @@ def test_a_nap_is_a_small_share_of_the_quiet_time(quiet, may_spin):
     nap = polling.nap(quiet, may_spin=may_spin)
     assert polling.SHORTEST <= nap <= (polling.LONGEST if may_spin else polling.LONGEST_BESIDE_OTHERS)
     assert nap <= max(polling.SHORTEST, quiet / polling.SHARE)
-
-
-def test_spinning_ends():
-    assert polling.nap(0.0, may_spin=True) == 0
-    assert polling.nap(polling.SPIN, may_spin=True) > 0
-    assert polling.nap(0.0, may_spin=False) > 0
+    assert polling.nap(0.0, may_spin=may_spin) == (0 if may_spin else polling.SHORTEST)

@@ -15,6 +15,7 @@ from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.current import fork_error
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
+from jdistgrad.rpc.futures import done_future
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
 from jdistgrad.rpc.references import claims
 from jdistgrad.rpc.references.claims import Claim, Key, MissingClaim, RuntimeKey, StandIn
@@ -80,14 +81,13 @@ class RRef(Elsewhere, Generic[T]):
 
     __slots__ = ("__weakref__", "_claim", "handle", "token")
     _claim: Claim
+    handle: Any
+    token: Any
 
     def __init__(self, value: T):
-        references = current_part(References)
-        handler = traced_hook.handler_for(value)
-        made = self if handler is None else handler.own(value)
-        self._claim = references.own(value) if made is self else made._claim
-        self.handle: Any = HANDLE if made is self else made.handle
-        self.token: Any = None if made is self else made.token
+        references, handler = current_part(References), traced_hook.handler_for(value)
+        made = RRef._of(references.own(value)) if handler is None else handler.own(value)
+        self._claim, self.handle, self.token = made._claim, made.handle, made.token
 
     @classmethod
     def _of(cls, claim: Any, handle: Any = HANDLE, token: Any = None) -> "RRef[Any]":
@@ -185,9 +185,7 @@ class RRef(Elsewhere, Generic[T]):
                 "jd.value_and_grad, whose results have to_here(), or jd.get_gradients(ctx) on the owner."
             )
         if isinstance(self._claim, StandIn):
-            future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-            future.set_result(self._claim.value())
-            return future
+            return done_future(self._claim.value)
         return self._home("fetching").part(References).fetch(self._claim, timeout)
 
     def __eq__(self, other: object) -> bool:

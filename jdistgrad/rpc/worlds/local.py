@@ -16,7 +16,7 @@ from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds.opening import close, open_local, refuse_second_world
 from jdistgrad.rpc.worlds.worlds import seat, shutdown
-from jdistgrad.threads import stop
+from jdistgrad.threads import started, stop
 from jdistgrad.wire.ids import MAX_WORKERS
 from jdistgrad.wire.interrupts import put_off_interrupt, wait_in_slices
 from jdistgrad.wire.local import Hub
@@ -76,9 +76,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
         finally:
             ended[rank].set()
 
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank{rank}", daemon=True) for rank in range(n)]
-    for thread in threads:
-        thread.start()
+    threads = [started(run, f"rank{rank}", rank) for rank in range(n)]
     try:
         for rank in range(n):
             wait_in_slices(ended[rank].wait)
@@ -98,15 +96,10 @@ class LocalWorkers:
     def __init__(self, n: int, timeout: float):
         provide_threads()
         hub = Hub(n)
-        self._servers = [
-            threading.Thread(target=self._serve, args=(hub, rank, timeout), name=f"worker{rank}", daemon=True)
-            for rank in range(1, n)
-        ]
         worker: Worker | None = None
         try:
             with put_off_interrupt():  # in its midst even ``Thread.start`` would leave a lock in disorder
-                for server in self._servers:
-                    server.start()
+                self._servers = [started(_serve, f"worker{rank}", hub, rank, timeout) for rank in range(1, n)]
                 worker = open_local(hub, 0, None, timeout)
                 current.bind_process(worker)
         except BaseException as error:  # the servers would wait for this worker
@@ -115,18 +108,6 @@ class LocalWorkers:
                 close(worker, graceful=False)
             raise
         self._worker = worker
-
-    @staticmethod
-    def _serve(hub: Hub, rank: int, timeout: float) -> None:
-        worker: Worker | None = None
-        try:
-            worker = open_local(hub, rank, None, timeout)
-            worker.closing.run(float("inf"), only_serves=True)
-        except errors.WorkerLostError as lost:
-            log.info("the local worker of rank %d ends: %s", rank, in_short(lost))
-        finally:
-            if worker is not None:
-                worker.close(graceful=True)
 
     @property
     def workers(self) -> tuple[WorkerInfo, ...]:
@@ -149,6 +130,18 @@ class LocalWorkers:
 
     def __exit__(self, *exception: Any) -> None:
         self.close()
+
+
+def _serve(hub: Hub, rank: int, timeout: float) -> None:
+    worker: Worker | None = None
+    try:
+        worker = open_local(hub, rank, None, timeout)
+        worker.closing.run(float("inf"), only_serves=True)
+    except errors.WorkerLostError as lost:
+        log.info("the local worker of rank %d ends: %s", rank, in_short(lost))
+    finally:
+        if worker is not None:
+            worker.close(graceful=True)
 
 
 def local_workers(n: int, *, timeout: float = 60.0) -> LocalWorkers:

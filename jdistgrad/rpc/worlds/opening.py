@@ -20,7 +20,7 @@ from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
 from jdistgrad.rpc.mailbox import Process
 from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, find_worker
-from jdistgrad.rpc.worlds import stacks
+from jdistgrad.rpc.worlds import jax_processes, stacks
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt
@@ -105,7 +105,6 @@ def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bo
     from jdistgrad.wire.doorbell import Doorbell
     from jdistgrad.wire.memory import SharedMemory
     from jdistgrad.wire.mpi import MPITransport
-    from jdistgrad.wire.mpi_process import abort_job
 
     with contextlib.ExitStack() as if_failed:
         memory = SharedMemory()
@@ -119,7 +118,7 @@ def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bo
         memory.meet([one.memory for one in hellos], comm.rank)
         doorbell.meet([one.doorbell for one in hellos])
         transport, world = MPITransport(own, hellos[0].world, memory, doorbell, failures), hellos[0].world
-        process = Process(abort_job, mpi_exit.report)
+        process = Process(mpi_process.abort_job, mpi_exit.report)
         worker = _open(world, workers, comm.rank, transport, timeout, process, survive=survive)
         if_failed.pop_all()
     return worker
@@ -127,7 +126,6 @@ def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bo
 
 def _meet(comm: Any, hello: Hello, timeout: float, *, with_devices: bool) -> tuple[list[Hello], Directory]:
     """Exchange the hellos of all ranks, see that the ranks fit together, and do what they must do together."""
-    from jdistgrad.rpc.worlds import jax_processes
     from jdistgrad.wire import mpi_process
     from jdistgrad.wire.mpi import free_left
 
