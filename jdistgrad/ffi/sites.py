@@ -38,7 +38,6 @@ TO_END = 0.05  # seconds, for calls that are cancelled
 ALIGNMENT = 64  # bytes
 ALIGNED_FROM = 1 << 12  # smaller arrays are copied at once, on the thread that needs them
 
-Array = tuple[tuple[int, ...], np.dtype]
 Function = Callable[..., Any]
 Together = tuple[int, Mapping[int, Any]]
 
@@ -78,7 +77,9 @@ class Site:
     ):
         self.function, self.quick = function, quick
         self.shared = SharedCalls(*together) if together[0] > 1 else None
-        self.operands, self.results = _described(operands), _described(results)
+        self.operands, self.results = (
+            [(tuple(one.shape), abi.carrier(one.dtype)) for one in arrays] for arrays in (operands, results)
+        )
         self.dtypes = [np.dtype(one.dtype) for one in operands]
         self.number = np.uint64(next(_numbers))
         _sites[int(self.number)] = self
@@ -206,10 +207,6 @@ def in_callers_context() -> bool:
 def any_sites() -> bool:
     """Return whether any compiled program of this process calls Python here."""
     return bool(_sites)
-
-
-def _described(arrays: Sequence[Any]) -> list[Array]:
-    return [(tuple(one.shape), abi.carrier(one.dtype)) for one in arrays]
 
 
 @called_by_c

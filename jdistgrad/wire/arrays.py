@@ -60,9 +60,7 @@ def dtype_name(dtype: np.dtype) -> str:
     return dtype.name if dtype.num >= EXTENSIONS_FROM else dtype.str
 
 
-@functools.cache
-def named_dtype(name: str) -> np.dtype:
-    return jnp.dtype(name)
+named_dtype: Callable[[str], np.dtype] = functools.cache(jnp.dtype)
 
 
 def bytes_of(array: np.ndarray) -> memoryview:

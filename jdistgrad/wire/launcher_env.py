@@ -119,13 +119,9 @@ def started_processes() -> tuple[str, int]:
 
 def rank() -> int:
     """Return this process's rank in its job."""
-    return _first(RANK_VARIABLES)
+    return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
 def local_rank() -> int:
     """Return this process's rank among the processes of its node."""
-    return _first(LOCAL_RANK_VARIABLES)
-
-
-def _first(names: tuple[str, ...]) -> int:
-    return next((int(os.environ[name]) for name in names if name in os.environ), 0)
+    return next((int(os.environ[name]) for name in LOCAL_RANK_VARIABLES if name in os.environ), 0)

@@ -191,12 +191,6 @@ def ship(claim: Claim) -> int:
     return len(shipment) - 1
 
 
-def arrived(number: int) -> Claim:
-    """Return the claim with this number in the shipment of the value being decoded."""
-    claim: Claim = decoding.place.held[number]
-    return claim
-
-
 class encoding:  # noqa: N801 used like a function
     """A block in which the references that this thread pickles join a shipment; with None they are refused."""
 

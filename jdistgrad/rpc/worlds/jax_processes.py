@@ -11,7 +11,6 @@ does not find rank 0, without a word on why.
 import contextlib
 import dataclasses
 import fcntl
-import logging
 import math
 import os
 import secrets
@@ -27,8 +26,6 @@ import jax
 from jdistgrad._compat import backends_are_initialized
 from jdistgrad.config import settings
 from jdistgrad.errors import WorldError
-
-log = logging.getLogger("jdistgrad.rpc")
 
 NO_PROXY = "no_grpc_proxy"
 TRIAL_SECONDS = 3.0
@@ -142,10 +139,6 @@ def must_start(offers: Sequence[Offer]) -> bool:
     return True
 
 
-def of_one_machine(offers: Sequence[Offer]) -> bool:
-    return len({one.machine for one in offers}) == 1
-
-
 def address(offers: Sequence[Offer], gather: Callable[[Any], list[Any]]) -> str:
     """Return the address at which all ranks find rank 0. Every rank must call it.
 
@@ -153,8 +146,10 @@ def address(offers: Sequence[Offer], gather: Callable[[Any], list[Any]]) -> str:
       WorldError: there is none; raised on every rank.
     """
     first, missed = offers[0], list[str]()
-    for host in ["127.0.0.1"] if of_one_machine(offers) else first.hosts:
-        found = [] if of_one_machine(offers) else gather(reaches(host, first.trial))
+    if len({one.machine for one in offers}) == 1:
+        return f"127.0.0.1:{first.port}"
+    for host in first.hosts:
+        found = gather(reaches(host, first.trial))
         if all(found):
             return f"[{host}]:{first.port}" if ":" in host else f"{host}:{first.port}"
         missed.append(f"{host} (not by ranks {[rank for rank, one in enumerate(found) if not one]})")
@@ -208,19 +203,6 @@ def start(offers: Sequence[Offer], rank: int, timeout: float, gather: Callable[[
             f"up the node's own name: add {socket.gethostname()} to its /etc/hosts, with the address that other nodes "
             "know."
         ) from error
-    if not of_one_machine(offers):
-        own = "unknown"
-        with contextlib.suppress(OSError):  # gloo, XLA's collectives on CPUs, gives this address to the others
-            own = socket.gethostbyname(socket.gethostname())
-        told = gather(own if jax.default_backend() == "cpu" else "")
-        wrong = {number: one for number, one in enumerate(told) if one.startswith("127.")}
-        if wrong and rank == 0:
-            log.warning(
-                "init(devices=True): on CPUs, XLA's collectives (gloo) will fail between the machines: they tell the "
-                "others the address of a node's own name, which is %s on these ranks. Give the name another address in "
-                "/etc/hosts there. Averages by MPI, which DataParallel chooses by default on CPUs, do not need it.",
-                wrong,
-            )
 
 
 def _whole(seconds: float) -> int:
