@@ -118,10 +118,8 @@ def started_processes() -> tuple[str, int]:
 
 
 def rank() -> int:
-    """Return this process's rank in its job."""
     return next((int(os.environ[name]) for name in RANK_VARIABLES if name in os.environ), 0)
 
 
 def local_rank() -> int:
-    """Return this process's rank among the processes of its node."""
     return next((int(os.environ[name]) for name in LOCAL_RANK_VARIABLES if name in os.environ), 0)

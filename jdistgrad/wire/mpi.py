@@ -173,7 +173,6 @@ class MPITransport(Transport):
     # Ranks that have died. Any thread may call ``lose`` and ``kill``; the rest is for the one that looks for messages.
 
     def lose(self, peer: int) -> None:
-        """Send nothing more to a lost worker."""
         self._lost.add(peer)
         self._doorbell.lose(peer)
         self._memory.lose(peer)
@@ -183,7 +182,6 @@ class MPITransport(Transport):
         return self._failures is not None and self._failures.kill(peer)
 
     def _look_for_all(self) -> tuple[bool, Task | None]:
-        """Look for messages, and for ranks that have died."""
         now = time.monotonic()
         if self._failures is not None and now >= self._next_check:
             self._next_check = now + CHECK_SECONDS

@@ -93,7 +93,6 @@ class Progress:
     # Waiting for an answer, on any thread.
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
-        """Return when one of the futures is done or the timeout has passed."""
         done = futures[0].done if len(futures) == 1 else lambda: any(future.done() for future in futures)
         if done():
             return

@@ -51,7 +51,6 @@ class Accounts:
             return True
 
     def take(self, peer: int, gifts: Iterable[Gift]) -> bool:
-        """Note weight that came from a worker; return False, and note nothing, if the account is closed."""
         return self.give(peer, gifts, -1)
 
     def close(self, lost: int) -> None:

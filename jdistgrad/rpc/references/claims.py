@@ -216,7 +216,6 @@ class decoding(encoding):  # noqa: N801
 
 
 def gifts_in(parcel: Parcel) -> list[Gift]:
-    """Return the weight that a message carries."""
     if not parcel.attached:
         return []
     return [(one, owner, Weight(units, scale)) for one, owner, units, scale in pickle.loads(parcel.attached)]
