@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,7 +21,7 @@ from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.dispatch import explained_on
 from jdistgrad.ffi.sites import ALONE, TARGET, Deferred, Function, Site, Together, cancel_all
-from jdistgrad.threads import frames
+from jdistgrad.threads import frames, started
 
 STANDSTILL_SECONDS = 0.1
 
@@ -29,8 +29,8 @@ _lock = threading.Lock()
 _installed = False
 
 
-def watch_for_interrupts(cancel: Callable[[], None]) -> None:
-    """Call ``cancel`` whenever Ctrl-C was pressed and the main thread stands still. Starts once for each process.
+def watch_for_interrupts() -> None:
+    """Cancel calls whenever Ctrl-C was pressed and the main thread stands still. Starts once for each process.
 
     Python runs its signal handlers between two bytecodes of the main thread, which runs none while a compiled program
     waits for another worker. The byte that C writes on a signal wakes a thread of our own. It ends the calls under way
@@ -44,10 +44,10 @@ def watch_for_interrupts(cancel: Callable[[], None]) -> None:
     read, write = os.pipe()
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=_watch, args=(read, before, cancel), name="jdistgrad-interrupts", daemon=True).start()
+    started(_watch, "jdistgrad-interrupts", read, before)
 
 
-def _watch(read: int, before: int, cancel: Callable[[], None]) -> None:
+def _watch(read: int, before: int) -> None:
     while numbers := os.read(read, 64):
         if before >= 0:  # other code has set a descriptor too: pass the signals on
             with contextlib.suppress(OSError):
@@ -56,7 +56,7 @@ def _watch(read: int, before: int, cancel: Callable[[], None]) -> None:
             place = _place()
             time.sleep(STANDSTILL_SECONDS)
             if place == _place():
-                cancel()
+                cancel_all()
 
 
 def _place() -> tuple[int, int] | None:
@@ -177,7 +177,7 @@ def _converted(context: Any, values: Sequence[Any], before: Sequence[Any], after
 def _site(
     context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool, together: Together = ALONE
 ) -> Site:
-    watch_for_interrupts(cancel_all)
+    watch_for_interrupts()
     site = Site(function, operands, results, quick=quick, together=together)
     context.module_context.add_host_callback(site)  # XLA keeps the site while a run of the program is under way
     return site

@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping
 
 from jdistgrad import errors
 
@@ -63,23 +62,23 @@ JOB_VARIABLES = ("PMIX_NAMESPACE",), ("SLURM_JOB_ID", "SLURM_STEP_ID"), ("PMI_JO
 PLACE = "JDISTGRAD_PLACE"  # the job, the rank, and the process that has this rank's place
 
 
-def job_of(environment: Mapping[str, str]) -> str | None:
+def job() -> str | None:
     """Return the name that the launcher has given to the job, if it has."""
     for variables in JOB_VARIABLES:
-        if all(name in environment for name in variables):
-            return "-".join(environment[name] for name in variables)
+        if all(name in os.environ for name in variables):
+            return "-".join(os.environ[name] for name in variables)
     return None
 
 
 def take_place() -> None:
     """Note for children, which inherit the environment, that this process has its rank's place in the job."""
-    os.environ[PLACE] = json.dumps([job_of(os.environ), rank(), os.getpid()])
+    os.environ[PLACE] = json.dumps([job(), rank(), os.getpid()])
 
 
 def place_taken_by() -> int | None:
     """Return the process that has the place of this one in the job, if another has taken it."""
-    job, number, process = json.loads(os.environ.get(PLACE, "[null, null, null]"))
-    return process if (job, number) == (job_of(os.environ), rank()) and process != os.getpid() else None
+    of, number, process = json.loads(os.environ.get(PLACE, "[null, null, null]"))
+    return process if (of, number) == (job(), rank()) and process != os.getpid() else None
 
 
 def refuse_place_of_another_process(what: str) -> None:

@@ -47,7 +47,7 @@ def start_if_asked() -> None:
     with _starting:
         if not settings.debug or _started:
             return
-        job = launcher_env.job_of(os.environ) or f"launcher-{os.getppid()}"
+        job = launcher_env.job() or f"launcher-{os.getppid()}"
         folder = root() / re.sub(r"[^\w.@-]", "_", job if launcher_env.launched() else f"process-{os.getpid()}")
         path = folder / f"rank{launcher_env.rank()}-{os.uname().nodename}-{os.getpid()}.txt"
         try:
