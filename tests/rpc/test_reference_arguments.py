@@ -17,13 +17,19 @@ def owner_rank(x):
     return jd.worker_info().rank, float(x.sum())
 
 
+def is_reference(x):
+    return isinstance(x, jd.RRef), x.owner.rank, x.is_owner()
+
+
 @on_worker0
-def test_an_argument_arrives_as_its_value_wherever_it_runs(world):
+def test_an_argument_arrives_as_its_value_or_as_the_reference_wherever_it_runs(world):
     for owner in range(jd.world_size()):
         for callee in range(jd.world_size()):
             rref = jd.remote(owner, make, args=(5,))
             assert jd.rpc_sync(callee, owner_rank, args=(rref,)) == (callee, 10.0)
-            assert jd.rpc_sync(callee, total, args=({"deep": [rref]}["deep"][0],), kwargs={"y": 1}) == 11
+            assert jd.rpc_sync(callee, total, args=(rref,), kwargs={"y": 1}) == 11
+            found = jd.rpc_sync(callee, is_reference, args=(jd.by_reference(rref),))
+            assert found == (True, owner, owner == callee)
 
 
 def tree_total(tree):
@@ -35,19 +41,6 @@ def test_references_deep_in_a_pytree(world):
     owners = [k % jd.world_size() for k in range(6)]
     tree = {"leaves": [jd.remote(owner, make, args=(k,)) for k, owner in enumerate(owners)], "extra": 1}
     assert jd.rpc_sync(0, tree_total, args=(tree,)) == 1 + sum(k * (k - 1) / 2 for k in range(6))
-
-
-def is_reference(x):
-    return isinstance(x, jd.RRef), x.owner.rank, x.is_owner()
-
-
-@on_worker0
-def test_by_reference_passes_the_reference(world):
-    for owner in range(jd.world_size()):
-        for callee in range(jd.world_size()):
-            rref = jd.remote(owner, make, args=(3,))
-            found = jd.rpc_sync(callee, is_reference, args=(jd.by_reference(rref),))
-            assert found == (True, owner, owner == callee)
 
 
 def owners_of(tree):

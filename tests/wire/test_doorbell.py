@@ -64,13 +64,10 @@ def asleep(bell, unless=lambda: False):
     return awake
 
 
-def test_a_ring_ends_a_sleep(bells):
+def test_a_ring_ends_a_sleep_and_is_for_sleepers_alone(bells):
     awake = asleep(bells[2])
     bells[0].ring(2)
     assert awake.wait(60)
-
-
-def test_who_is_awake_is_not_rung(bells):
     bells[1].ring(0)
     assert is_silent(bells[0])
 
