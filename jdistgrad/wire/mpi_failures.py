@@ -14,19 +14,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from jdistgrad.errors import WorldError
-
 ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
 OF_FAILURES = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED, MPI.ERR_IN_STATUS})
 
 Process = tuple[str, int]  # the machine, and the number of the process there
-
-
-def require() -> None:
-    """Raise WorldError unless MPI can go on without a rank that dies."""
-    why = missing(started=True)
-    if why:
-        raise WorldError(f"init(survive=True): {why}")
 
 
 def missing(*, started: bool) -> str:

@@ -78,8 +78,9 @@ def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) 
 
     require_threads()
     require_the_others("init")
-    if survive:
-        mpi_failures.require()
+    cannot_survive = mpi_failures.missing(started=True) if survive else ""
+    if cannot_survive:
+        raise errors.WorldError(f"init(survive=True): {cannot_survive}")
     comm = MPI.COMM_WORLD
     if comm.size > 1:
         mpi_exit.guard(comm.rank)
