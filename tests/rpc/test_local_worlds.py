@@ -87,6 +87,8 @@ def test_local_workers_for_a_notebook():
         assert [worker.name for worker in local.workers] == ["worker0", "worker1", "worker2"]
         assert jd.worker_info().rank == 0
         assert jd.rpc_sync("worker2", lambda x: x + captured, args=(1,)) == 6
+        array = jnp.ones(1000)
+        assert jd.rpc_sync(1, lambda x: x, args=(array,)) is array
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # any thread of the process is worker 0
             assert pool.submit(jd.worker_info).result().rank == 0
     with pytest.raises(jd.NotInitializedError):
@@ -143,16 +145,6 @@ def test_local_workers_last_until_they_are_closed():
     again = jd.local_workers(2)
     jd.shutdown()
     again.close()
-
-
-def test_local_workers_hand_arrays_over_uncopied():
-    def address(array):
-        return array.unsafe_buffer_pointer()
-
-    with jd.local_workers(2):
-        array = jnp.ones(1000)
-        assert jd.rpc_sync(1, address, args=(array,)) == array.unsafe_buffer_pointer()
-        assert jd.rpc_sync(1, lambda x: x, args=(array,)) is array
 
 
 def wait_for_one(wait):

@@ -171,10 +171,8 @@ for _name in {"__jax_array__", *(name for name in dir(jax.Array) if name[0] != "
     if not hasattr(HandleType, _name) and _name != "sharding":
         setattr(HandleType, _name, property(_refuse))
 setattr(Handle, "__jax_array__", property(_refuse))  # noqa: B010 an error of it is passed on, and one of __array__
-for _name in (*OPERATORS, *(f"r{name}" for name in OPERATORS), *COMPARISONS, "eq", "ne", "neg", "pos", "abs"):
-    setattr(HandleType, f"_{_name}", staticmethod(_refuse))
-    setattr(Handle, f"__{_name}__", _refuse)
-for _name in ("getitem", "len", "iter", "bool", "int", "float", "complex", "index"):
+UNARY = "neg", "pos", "abs", "getitem", "len", "iter", "bool", "int", "float", "complex", "index"
+for _name in (*OPERATORS, *(f"r{name}" for name in OPERATORS), *COMPARISONS, "eq", "ne", *UNARY):
     setattr(HandleType, f"_{_name}", staticmethod(_refuse))
     setattr(Handle, f"__{_name}__", _refuse)
 for _name in ("__array__", "__array_ufunc__"):
