@@ -34,8 +34,8 @@ def pass_on_reference(rref, rank):
 @on_worker0
 def test_a_reference_nobody_keeps_is_free_at_once(world):
     last = jd.world_size() - 1
-    for k in range(20):
-        jd.remote(last, make, args=(k,))
+    for _ in range(20):
+        jd.remote(last, make, args=(3,))
     cycle = {"rref": jd.remote(last, make, args=(3,))}
     cycle["self"] = cycle
     del cycle

@@ -17,7 +17,6 @@ import jdistgrad as jd
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.memory import GRAIN, GRAINS, NBYTES, BufferPool, SharedMemory, size_class
 
-EVERYTHING = (GRAINS - 1) * GRAIN
 LARGE = 3 * GRAIN + 5
 
 
@@ -36,6 +35,10 @@ def piece_of(value, nbytes=LARGE):
     return np.full(nbytes, value, np.uint8).data
 
 
+def leave_room(memory, grains):
+    memory._used[1 + grains :] = b"\1" * (GRAINS - 1 - grains)
+
+
 def send(ranks, sender, receiver, value, nbytes=LARGE):
     """Return the place of a piece, and the piece as the receiver finds it."""
     place = ranks[sender].put(receiver, piece_of(value, nbytes))
@@ -46,7 +49,7 @@ def send(ranks, sender, receiver, value, nbytes=LARGE):
 def test_pieces_take_the_first_room_and_never_overlap(lengths, chance):
     with contextlib.closing(SharedMemory()) as memory:
         memory.meet([memory.address], 0)
-        memory._used[40:] = b"\1" * (GRAINS - 40)
+        leave_room(memory, 39)
         taken = {}
         for length in lengths:
             used = {k for place, (count, _) in taken.items() for k in range(place, place + count)}
@@ -95,14 +98,14 @@ def test_an_array_of_jax_keeps_its_place(ranks):
 
 
 def test_what_has_no_room_is_not_put(ranks):
-    half = EVERYTHING // 2 // GRAIN * GRAIN
-    held = [send(ranks, 0, 1, k, half)[1] for k in range(2)]
+    leave_room(ranks[0], 9)
+    held = [send(ranks, 0, 1, k, 4 * GRAIN)[1] for k in range(2)]
     assert ranks[0].put(2, piece_of(9, 2 * GRAIN)) == 0
     assert (held[0] == 0).all()
     assert (held[1] == 1).all()
     held.clear()
-    assert ranks[0].put(2, piece_of(9, EVERYTHING)) == 1
-    assert ranks[0].put(2, piece_of(9, EVERYTHING + 1)) == 0
+    assert ranks[0].put(2, piece_of(9, 9 * GRAIN)) == 1
+    assert ranks[0].put(2, piece_of(9, GRAIN)) == 0
 
 
 def test_nothing_is_put_for_a_rank_that_cannot_find_it(ranks):
