@@ -5,6 +5,7 @@ its structures; a handler states the version it was written for (``VERSION``), a
 """
 
 import ctypes
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -149,21 +150,22 @@ class CallFrame(ctypes.Structure):
         return _error(_Interface.from_address(self.interface), message, code)
 
 
+@dataclasses.dataclass
 class AsyncResult:
     """A call under way. Exactly one of its methods must be called, once."""
 
-    def __init__(self, interface: _Interface, future: int):
-        self._interface, self._future = interface, future
+    interface: _Interface
+    future: int
 
     def done(self) -> None:
         """Report that the results are ready. Programs that wait for them may run on this thread before this returns."""
-        arguments = _FutureArguments(struct_size=_FutureArguments.error.offset, future=self._future)
-        _function(self._interface.set_available)(ctypes.addressof(arguments))
+        arguments = _FutureArguments(struct_size=_FutureArguments.error.offset, future=self.future)
+        _function(self.interface.set_available)(ctypes.addressof(arguments))
 
     def failed(self, message: str, code: int) -> None:
-        error = _error(self._interface, message, code)
-        arguments = _FutureArguments(struct_size=ctypes.sizeof(_FutureArguments), future=self._future, error=error)
-        _function(self._interface.set_error)(ctypes.addressof(arguments))
+        error = _error(self.interface, message, code)
+        arguments = _FutureArguments(struct_size=ctypes.sizeof(_FutureArguments), future=self.future, error=error)
+        _function(self.interface.set_error)(ctypes.addressof(arguments))
 
 
 def carrier(dtype: Any) -> np.dtype:

@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import itertools
 import secrets
@@ -44,11 +45,11 @@ Together = tuple[int, Mapping[int, Any]]
 ALONE: Together = 1, {}
 
 
+@dataclasses.dataclass(slots=True)
 class Deferred:
     """The rest of a quick function that has to wait after all, as a function without arguments."""
 
-    def __init__(self, rest: Callable[[], Sequence[Any] | None]):
-        self.rest = rest
+    rest: Callable[[], Sequence[Any] | None]
 
 
 class Site:

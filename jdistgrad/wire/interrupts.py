@@ -9,6 +9,7 @@ it found. It is installed again when other code (a notebook, for every cell) has
 """
 
 import concurrent.futures
+import dataclasses
 import signal
 import threading
 import time
@@ -30,13 +31,11 @@ _blocks: list["put_off_interrupt"] = []  # the blocks that the main thread is in
 _pending: list["Handler"] = []  # of a Ctrl-C that has come in these blocks
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Handler:
     """A handler around the previous handler. There is one for each, so that programs may save and restore handlers."""
 
-    __slots__ = ("previous",)
-
-    def __init__(self, previous: Callable[[int, FrameType | None], Any]):
-        self.previous = previous
+    previous: Callable[[int, FrameType | None], Any]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _blocks:

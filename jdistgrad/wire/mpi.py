@@ -165,7 +165,7 @@ class MPITransport(Transport):
             if self._failures is None or not is_failure(error):
                 raise errors.WireError(f"the message to rank {peer} could not be sent: {error}") from error
             raise self._is_lost(peer) from error
-        self._progress.active()
+        self._progress.last_activity = time.monotonic()  # messages are to be expected
 
     def _is_lost(self, peer: int) -> errors.WorkerLostError:
         return errors.WorkerLostError(f"the worker of rank {peer} is lost: it was killed or ended", worker=peer)

@@ -67,7 +67,7 @@ class Progress:
         self._free = self._parked = self._busy = 0
         self._counting = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self._last_activity = self._last_task = self._next_tick = time.monotonic()
+        self.last_activity = self._last_task = self._next_tick = time.monotonic()
         self._last_wait, self._last_waiter = 0.0, 0
         self._stopped = False
         self.idle_process = False  # True: nothing else in this process needs the GIL, so the primary may spin
@@ -75,10 +75,6 @@ class Progress:
     def start(self) -> None:
         with self._counting:
             self._one_more()
-
-    def active(self) -> None:
-        """Look more often for a while, as messages are to be expected."""
-        self._last_activity = time.monotonic()
 
     def stop(self) -> None:
         """Stop looking for messages; return when no thread looks any more. Tasks that run may go on."""
@@ -248,10 +244,10 @@ class Progress:
         if task is not None:
             self._last_task = now
         if moved:
-            self._last_activity = now
+            self.last_activity = now
             return task
         if self.idle_process and not self._busy:
-            seconds = self._nap(now - self._last_activity, may_spin=True)
+            seconds = self._nap(now - self.last_activity, may_spin=True)
         else:  # spinning would take the GIL, and a core, from a task that runs
             seconds = self._nap(now - self._last_task, may_spin=False)
         self._rest(self._tick_seconds if seconds and self._rung() else seconds)
@@ -301,6 +297,6 @@ class Progress:
         with self._counting:
             self._free += 1
             self._busy -= 1
-        self._last_activity = time.monotonic()
+        self.last_activity = time.monotonic()
         if self._last_waiter == threading.get_ident():  # it will not wait again soon
             self._last_wait = 0.0

@@ -84,14 +84,15 @@ class MissingClaim:
         )
 
 
+@dataclasses.dataclass(eq=False)
 class StandIn:
     """A placeholder for a claim, with zeros for the value, while a function is traced before the value exists."""
 
+    owner: int
+    layout: Any
+    shapes: Any
     created = world = None
     id = 0
-
-    def __init__(self, owner: int, layout: Any, shapes: Any):
-        self.owner, self.layout, self.shapes = owner, layout, shapes
 
     @property
     def key(self) -> "StandIn":

@@ -1,6 +1,7 @@
 """Remote references to values that stay on the worker that made them."""
 
 import concurrent.futures
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
@@ -26,13 +27,11 @@ from jdistgrad.wire import ids
 T = TypeVar("T")
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class ByReference:
     """A wrapper of an RRef that arrives as a reference, not as its value."""
 
-    __slots__ = ("rref",)
-
-    def __init__(self, rref: Any):
-        self.rref = rref
+    rref: Any
 
     @property
     def traced_part(self) -> Any:
@@ -229,7 +228,9 @@ def _unflatten(key: Any, children: Any) -> RRef[Any]:
     if token is not None and isinstance(token, np.ndarray | jax.Array) and not isinstance(token, jax.core.Tracer):
         (identifier,) = ids.from_token(token)
         key, token = Key(identifier, key.owner, "" if mailbox is None else mailbox.world), None
-    claim = None if mailbox is None or not isinstance(key, Key) else mailbox.part(References).find(key)
+    claim = None
+    if mailbox is not None and isinstance(key, Key) and key.world == mailbox.world:
+        claim = mailbox.part(References).claims.get(key.id)
     return RRef._of(claim or MissingClaim(key), handle, token)
 
 

@@ -14,7 +14,7 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.references.accounts import Accounts
-from jdistgrad.rpc.references.claims import NOTHING, WHOLE, Claim, Drop, Key, Weight, emptied, gifts_in
+from jdistgrad.rpc.references.claims import NOTHING, WHOLE, Claim, Drop, Weight, emptied, gifts_in
 from jdistgrad.rpc.references.owned import Owned, OwnerTable
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.wire.ids import worker_of
@@ -102,10 +102,6 @@ class References:
         The caller gives the claim the whole weight when the owner knows the value, or soon will.
         """
         return self.claim(self._mailbox.ids.next(), owner, NOTHING)
-
-    def find(self, key: Key) -> Claim | None:
-        """Return the claim of a reference, or None if it is of another world or not held here."""
-        return self.claims.get(key.id) if key.world == self._mailbox.world else None
 
     def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future[Any]:
         """Return a future of a claim's value.
