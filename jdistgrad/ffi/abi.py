@@ -17,7 +17,7 @@ VERSION = 0, 1
 METADATA = 1  # the extension by which XLA asks a handler for its version
 EXECUTE = 3  # the stage in which the arguments are available
 
-_Pointer, _Size = ctypes.c_void_p, ctypes.c_size_t
+_Pointer, _Pointers, _Size = ctypes.c_void_p, ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t
 _START: list[tuple[str, Any]] = [("struct_size", _Size), ("extension_start", _Pointer)]
 
 Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)  # a function of a frame's address, kept as long as XLA may call it
@@ -43,17 +43,11 @@ class _MetadataExtension(ctypes.Structure):
 class _Values(ctypes.Structure):
     """The arguments or the results of a call."""
 
-    _fields_ = [*_START, ("size", ctypes.c_int64), ("types", _Pointer), ("values", ctypes.POINTER(_Pointer))]
+    _fields_ = [*_START, ("size", ctypes.c_int64), ("types", _Pointer), ("values", _Pointers)]
 
 
 class _Attributes(ctypes.Structure):
-    _fields_ = [
-        *_START,
-        ("size", ctypes.c_int64),
-        ("types", _Pointer),
-        ("names", _Pointer),
-        ("values", ctypes.POINTER(_Pointer)),
-    ]
+    _fields_ = [*_START, ("size", ctypes.c_int64), ("types", _Pointer), ("names", _Pointer), ("values", _Pointers)]
 
 
 class _Buffer(ctypes.Structure):

@@ -17,15 +17,6 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.threads import usable_cores
 
 
-def test_each_local_worker_has_a_device_of_its_own():
-    def device():
-        return next(iter(jnp.zeros(3).devices()))
-
-    with jd.local_workers(3):
-        found = [jd.rpc_sync(rank, device) for rank in range(3)]
-    assert found == jax.local_devices()[:3]
-
-
 def test_spawn_raises_what_a_main_raised_and_nobody_hangs():
     others = []
 
@@ -89,6 +80,8 @@ def test_local_workers_for_a_notebook():
         assert jd.rpc_sync("worker2", lambda x: x + captured, args=(1,)) == 6
         array = jnp.ones(1000)
         assert jd.rpc_sync(1, lambda x: x, args=(array,)) is array
+        devices = [jd.rpc_sync(worker, lambda: jnp.zeros(3).devices()) for worker in local.workers]
+        assert devices == [{device} for device in jax.local_devices()[:3]]
         with concurrent.futures.ThreadPoolExecutor(1) as pool:  # any thread of the process is worker 0
             assert pool.submit(jd.worker_info).result().rank == 0
     with pytest.raises(jd.NotInitializedError):

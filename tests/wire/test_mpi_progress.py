@@ -201,17 +201,11 @@ def until(condition):
         time.sleep(0.001)
 
 
-def test_while_one_looks_the_others_sleep(mailbox, waiting):
-    waiting()
-    sleepers = [waiting()[1] for _ in range(20)]
-    before = mailbox.looks
-    until(lambda: mailbox.looks > before + 300)
-    assert max(future.count for future in sleepers) <= 3
-
-
-def test_sleepers_are_woken_by_their_own_answers(mailbox, waiting):
+def test_while_one_looks_the_others_sleep_until_their_own_answers_come(mailbox, waiting):
     looker, _ = waiting()
-    woken = [waiting() for _ in range(20)]
+    woken, before = [waiting() for _ in range(20)], mailbox.looks
+    until(lambda: mailbox.looks > before + 300)
+    assert max(future.count for _, future in woken) <= 3
     for _, future in woken:
         mailbox.tasks.put(functools.partial(future.set_result, 1))
     for thread, _ in woken:
@@ -349,12 +343,6 @@ def test_waiting_ends_with_its_time(mailbox):
     assert not never.done()
     future = mailbox.future()
     assert future.result(30)  # the baton was given back
-
-
-def test_housekeeping_goes_on_while_somebody_waits(mailbox):
-    third = mailbox.third_tick
-    mailbox.progress.wait_for((third,), None)
-    assert third.done()
 
 
 def test_a_broken_transport_is_told(mailbox, caplog):
