@@ -13,9 +13,10 @@ from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.futures import done_future
-from jdistgrad.rpc.references.claims import WHOLE, StandIn
+from jdistgrad.rpc.references.claims import StandIn
 from jdistgrad.rpc.references.handles import with_marks
 from jdistgrad.rpc.references.rref import RRef, staged_reference
+from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 

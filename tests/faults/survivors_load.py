@@ -230,7 +230,8 @@ def main(chosen: argparse.Namespace) -> None:
     faulthandler.dump_traceback_later(TO_END)
     report.left = jd.shutdown(timeout=2 * TO_END)
     faulthandler.cancel_dump_traceback_later()
-    report.left += [f"{len(references.accounts)} accounts"] * bool(references.accounts)
+    accounts = references.accounts.balances
+    report.left += [f"{len(accounts)} accounts"] * bool(accounts)
     print(f"{SURVIVOR}{json.dumps([me.rank, dataclasses.asdict(report)])}", flush=True)
 
 

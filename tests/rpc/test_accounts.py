@@ -8,8 +8,8 @@ import pytest
 from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory
-from jdistgrad.rpc.references.claims import WHOLE
 from jdistgrad.rpc.references.rref import RRef, by_reference
+from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.rpc.worlds.opening import THREADS
 from jdistgrad.wire.ids import COUNTER_BITS, worker_of

@@ -6,9 +6,9 @@ import types
 import pytest
 
 from jdistgrad.errors import StaleReferenceError
-from jdistgrad.rpc.references.claims import WHOLE, Weight
 from jdistgrad.rpc.references.owned import REMEMBERED, OwnerTable
 from jdistgrad.rpc.references.table import References
+from jdistgrad.rpc.references.weights import WHOLE, Weight
 
 
 def test_a_value_lives_until_all_weight_is_home():

@@ -1,7 +1,7 @@
 """What a worker does when another is lost, so that the world can go on without it.
 
 The calls that wait for the lost worker fail first (``worker``). Here its account of references is settled
-(``references/accounts``), the contexts that it opened are let go, those that it took part in fail what still waits in
+(``references/weights``), the contexts that it opened are let go, those that it took part in fail what still waits in
 them, and the callbacks of ``on_lost`` run. The survivors tell each other whom they have lost, so that all give up the
 same workers.
 

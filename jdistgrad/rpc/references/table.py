@@ -13,9 +13,9 @@ from jdistgrad.rpc.calls.caller import AnyWorker, Caller
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, current_part
-from jdistgrad.rpc.references.accounts import Accounts
-from jdistgrad.rpc.references.claims import NOTHING, WHOLE, Claim, Drop, Weight, emptied, gifts_in
+from jdistgrad.rpc.references.claims import Claim, Drop, emptied, gifts_in
 from jdistgrad.rpc.references.owned import Owned, OwnerTable
+from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Accounts, Weight
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.wire.ids import worker_of
 from jdistgrad.wire.interrupts import put_off_interrupt

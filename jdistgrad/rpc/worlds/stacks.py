@@ -15,16 +15,18 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.members.watchdog import MeetingByCalls, Participation, where
-from jdistgrad.rpc.worker import Worker
 from jdistgrad.threads import started
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
+
+if TYPE_CHECKING:
+    from jdistgrad.rpc.worker import Worker
 
 ASKED = "asked"
 END = "end of rank"  # of what a process writes
@@ -64,7 +66,7 @@ def start_if_asked() -> None:
         _started = True
 
 
-def watch(worker: Worker) -> None:
+def watch(worker: "Worker") -> None:
     _workers.add(worker)
 
 
@@ -93,7 +95,7 @@ def _lines() -> Iterator[str]:
             yield from (f"  {line}" for line in waits_of(worker, now))
 
 
-def waits_of(worker: Worker, now: float) -> list[str]:
+def waits_of(worker: "Worker", now: float) -> list[str]:
     """Return a line for each thing that a worker waits for or does, without locks: a thread that hangs may hold them.
 
     Arguments:
