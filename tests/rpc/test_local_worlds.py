@@ -63,15 +63,6 @@ def test_a_world_needs_a_whole_number_of_workers(n):
             start()
 
 
-def test_spawn_passes_arguments_and_returns_results():
-    def main(scale, offset):
-        me = jd.init()
-        jd.shutdown()
-        return scale * me.rank + offset
-
-    assert jd.spawn(main, 4, args=(10, 1)) == [1, 11, 21, 31]
-
-
 def test_local_workers_for_a_notebook():
     captured = 5
     with jd.local_workers(3) as local:

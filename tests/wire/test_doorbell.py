@@ -108,34 +108,22 @@ def test_as_long_as_one_thread_sleeps_rings_are_for_it(bells):
     assert awake.wait(60)
 
 
-def test_who_has_left_is_not_rung_any_more(bells):
+def test_who_has_left_is_not_rung_any_more_and_without_who_is_lost_all_ring(bells):
     assert bells[0].all_ring
     bells[1].close()
     bells[2].sleep(FOR_EVER, lambda: ring_all(bells[0], (1, 1, 2)))
     assert not bells[0].all_ring
-
-
-def test_without_those_who_are_lost_all_ring(bells):
-    bells[1].close()
     bells[0].lose(1)
     bells[0].ring(1)
     assert bells[0].all_ring
-    bells[2].ring(1)
-    assert not bells[2].all_ring
-    bells[2].lose(1)
-    assert bells[2].all_ring
 
 
-def test_a_bell_that_is_closed_holds_no_files(bells):
+def test_who_has_left_or_is_lost_leaves_no_files(bells):
     before = len(os.listdir("/proc/self/fd"))
     with doorbells_of(2) as kept:
         pass
     assert len(os.listdir("/proc/self/fd")) == before
     assert len(kept) == 2
-
-
-def test_a_rank_that_is_lost_leaves_no_files(bells):
-    before = len(os.listdir("/proc/self/fd"))
     bells[0].lose(2)
     bells[0]._memory.lose(2)
     bells[0].ring(2)
