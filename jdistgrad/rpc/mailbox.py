@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
@@ -14,6 +15,7 @@ import jax
 from jdistgrad.ffi import sites
 from jdistgrad.rpc import current, devices, trees
 from jdistgrad.rpc.directory import Directory
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.layouts import Layouts
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.arrays import may_be_written
@@ -25,6 +27,8 @@ from jdistgrad.wire.transport import Task, Transport
 log = logging.getLogger("jdistgrad.rpc")
 
 P = TypeVar("P")
+
+CALL, CALLBACKS, ON_LOST = "{}", "the callbacks of {}", "{} (on_lost)"  # what runs of a function, for messages
 
 
 class WorkCount:
@@ -97,6 +101,24 @@ class WorkCount:
             return sent, received, sum(self._serving)
 
 
+class Running:
+    """Users' code that a worker runs for another one: a call, callbacks of a call, or one of ``on_lost``.
+
+    Attributes:
+      peer: the rank of the worker that has called, has answered, or is lost.
+      function: the function of the call, or the callback of ``on_lost``; None if the call could not be read.
+      what: ``CALL``, ``CALLBACKS`` or ``ON_LOST``.
+      thread: the thread that runs it; 0 once the function has returned a future.
+    """
+
+    def __init__(self, peer: int, function: Any = None, what: str = CALL):
+        self.peer, self.function, self.what = peer, function, what
+        self.since, self.thread = time.monotonic(), threading.get_ident()
+
+    def __str__(self) -> str:
+        return "a call that could not be read" if self.function is None else self.what.format(describe(self.function))
+
+
 @dataclasses.dataclass(frozen=True)
 class Process:
     """Actions on the process that a worker lives in. They do nothing if the workers are threads of one process.
@@ -121,6 +143,7 @@ class Mailbox:
       failure: the error that broke the world, if any.
       hands_over: whether messages are handed over as objects: in a local world, also one of a single worker.
       threads: the threads that serve calls.
+      running: users' code that runs here for other workers, by number, the oldest first.
       refused: how many messages were refused or came too late, by the rank that sent them.
       note_gifts: takes note of the weight of references in a message to a worker, in a world that survives.
     """
@@ -148,6 +171,7 @@ class Mailbox:
         self._counting = threading.Lock()
         self._layouts = Layouts(self.codec)
         self.threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
+        self.running: dict[int, Running] = {}
         self._parts: dict[type, Any] = {}
 
     def add(self, part: P) -> P:
@@ -226,6 +250,27 @@ class Mailbox:
     def run_counted(self, task: Callable[[], Any]) -> None:
         """Run a task on another thread of this worker, which is busy until the task has run."""
         self.run(self.work.counted(task))
+
+    def run_callbacks(self, what: str, function: Any, peer: int, run: Callable[[], Any]) -> None:
+        """Run callbacks on another thread, as work: they may call other workers, so the world stays open for them.
+
+        When they have run, nothing here refers to the answer that they have seen: it may hold references.
+        """
+        todo = [run]
+
+        def run_here() -> None:
+            one, run = Running(peer, function, what), todo.pop()
+            self.running[id(one)] = one
+            try:
+                run()
+            finally:
+                del self.running[id(one)], run
+
+        self.run_counted(run_here)
+
+    def running_here(self) -> list[Running]:
+        """Return what runs on this thread."""
+        return [one for one in list(self.running.values()) if one.thread == threading.get_ident()]
 
     def enter_thread(self) -> None:
         current.bind_thread(self)

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad.rpc import current
-from jdistgrad.rpc.calls.caller import Callbacks, Caller
+from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.layouts import Key
@@ -18,7 +18,7 @@ from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.watchdog import Watchdog
 from jdistgrad.rpc.references.table import References, Releasing
 from jdistgrad.rpc.scopes import Inbox, ScopeTable
-from jdistgrad.rpc.serving.server import Server
+from jdistgrad.rpc.serving.server import Served
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task
@@ -40,16 +40,12 @@ class Worker(Mailbox):
         self.given_up_by: set[int] = set()  # the workers that go on without this one
         self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
         self.peers = self.add(Peers(self, self._lost))
-        self.callbacks = Callbacks(self)
-        self.calls = self.add(Caller(self, self.callbacks, self._check, lambda: bool(self.server.on_this_thread())))
+        self.calls = self.add(Caller(self, self._check))
         self.references = self.add(References(self, self.calls))
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
-        self.server = self.add(Server(self, self.scopes))
-        self.losses = self.add(Losses(self, self.callbacks, self.peers, self.references, self.releasing, self.scopes))
-        self.closing = self.add(
-            Closing(self, self.calls, self.callbacks, self.peers, self.losses, self.releasing, self.server)
-        )
-        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing, self.server))
+        self.losses = self.add(Losses(self, self.peers, self.references, self.releasing, self.scopes))
+        self.closing = self.add(Closing(self, self.calls, self.peers, self.losses, self.releasing))
+        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = sys.exception()  # ``init`` may be called in an ``except`` block
 
@@ -71,7 +67,7 @@ class Worker(Mailbox):
     def lost(self, peer: int, why: str) -> None:
         self.peers.silent.discard(peer)
         if self.survives and self.closing.told:
-            self.closing.gone(peer)
+            self.closing.gone.add(peer)
         else:
             self.peers.lose(peer, why)
 
@@ -101,7 +97,7 @@ class Worker(Mailbox):
         if kind in CALLS:
             self.work.serving(source)
             value = self.references.announce(message.id).value if kind is Kind.REMOTE else None
-            return self.server.task(message, value)
+            return Served(self, self.scopes, message, value).serve
         try:
             return self._take_note(message)
         finally:
@@ -161,7 +157,7 @@ class Worker(Mailbox):
         self.releasing.flush()
         self.calls.expire(now)
         self.losses.look()
-        awaited = self.calls.awaited() | self.closing.awaited() | self.watchdog.awaited() | self.losses.awaited()
+        awaited = self.calls.pending.peers() | self.closing.awaited() | self.watchdog.awaited() | self.losses.awaited()
         self.peers.look(awaited, now)
         self.watchdog.look(now)
 

@@ -106,7 +106,7 @@ def test_nothing_is_sent_if_the_call_cannot_be(world):
         jd.rpc_all([0], 3)
     with pytest.raises(TypeError):
         jd.rpc_all("worker0", rank_times, args=(1,))
-    assert len(current_worker().calls) == 0
+    assert len(current_worker().calls.pending) == 0
 
 
 @needs_pickling
@@ -114,7 +114,7 @@ def test_nothing_is_sent_if_the_call_cannot_be(world):
 def test_what_cannot_be_encoded_names_the_calls(wire_world):
     with pytest.raises(jd.EncodingError):
         jd.rpc_all([1, 0], rank_times, args=(threading.Lock(),))
-    assert len(current_worker().calls) == 0
+    assert len(current_worker().calls.pending) == 0
 
 
 @needs_pickling

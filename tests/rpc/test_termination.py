@@ -6,13 +6,13 @@ import pytest
 
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import WorkCount
-from jdistgrad.rpc.members.termination import Patience, Report, Serving, Survey, describe
+from jdistgrad.rpc.members.termination import Patience, Report, Survey, describe
 from jdistgrad.wire.message import Kind
 
 
 def conclude(survey, *reports):
     for rank, report in enumerate(reports):
-        survey.add(rank, report)
+        survey.reports[rank] = report
     return survey.conclude()
 
 
@@ -47,16 +47,6 @@ def test_work_between_two_rounds_is_seen():
     assert conclude(survey, Report(True, False, 4, 4), QUIET)
 
 
-def test_the_latest_reports_are_known_between_rounds():
-    survey, other = Survey(3), Report(False, False, 0, 0)
-    assert survey.known() == {}
-    conclude(survey, QUIET, other, QUIET)
-    assert survey.known() == {0: QUIET, 1: other, 2: QUIET}
-    survey.start()
-    survey.add(1, QUIET)
-    assert survey.known() == {0: QUIET, 1: QUIET, 2: QUIET}
-
-
 @pytest.mark.parametrize("seed", range(50))
 def test_no_message_is_ever_under_way_at_the_end(seed):
     """Simulated workers reply to messages until a budget is spent; deliveries and reports interleave at random."""
@@ -78,7 +68,7 @@ def test_no_message_is_ever_under_way_at_the_end(seed):
                 if budget and chance.random() < 0.9:
                     budget -= 1
                     send(target)
-            survey.add(rank, Report(True, False, sent[rank], received[rank]))
+            survey.reports[rank] = Report(True, False, sent[rank], received[rank])
         done = survey.conclude()
     assert under_way == []
     assert sum(sent) == sum(received)
@@ -86,21 +76,21 @@ def test_no_message_is_ever_under_way_at_the_end(seed):
 
 def test_a_lost_worker_is_left_out():
     survey = Survey(3)
-    survey.leave_out(1)
+    survey.awaited.discard(1)
     without = Report(closing=True, busy=False, sent=3, received=3, lost=(1,))
     for quiet in (False, True):
-        survey.add(0, without)
-        survey.add(2, without)
+        survey.reports[0] = without
+        survey.reports[2] = without
         assert survey.complete
         assert survey.conclude() is quiet
 
 
 def test_no_end_while_survivors_have_lost_different_workers():
     survey = Survey(3)
-    survey.leave_out(1)
+    survey.awaited.discard(1)
     for _ in range(3):
-        survey.add(0, Report(True, False, 3, 3, lost=(1,)))
-        survey.add(2, Report(True, False, 3, 3))
+        survey.reports[0] = Report(True, False, 3, 3, lost=(1,))
+        survey.reports[2] = Report(True, False, 3, 3)
         assert not survey.conclude()
 
 
@@ -144,9 +134,9 @@ def test_no_message_between_survivors_is_under_way_at_the_end(seed):
         if len(world.dead) < 2 and world.chance.random() < 0.3:
             world.dead.add(world.chance.randrange(1, world.size))
         for rank in set(range(world.size)) - world.dead:
-            survey.add(rank, world.report(rank))
+            survey.reports[rank] = world.report(rank)
         for one in world.lost[0]:
-            survey.leave_out(one)
+            survey.awaited.discard(one)
         done = survey.complete and survey.conclude()
     assert not [message for message in world.under_way if not set(message) & world.dead]
 
@@ -155,7 +145,7 @@ def test_no_message_between_survivors_is_under_way_at_the_end(seed):
 
 WORKERS = [WorkerInfo(rank, f"worker{rank}") for rank in range(3)]
 IDLE, OUTSIDE = Report(True, False, 3, 3), Report(False, False, 3, 3)
-SLEEP, WAIT = Serving("time.sleep", 0, 73.4), Serving("threading.Event.wait", 2, 5.0)
+SLEEP, WAIT = ("time.sleep", 0, 73.4), ("threading.Event.wait", 2, 5.0)
 
 
 @pytest.mark.parametrize(

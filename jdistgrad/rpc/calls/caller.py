@@ -8,7 +8,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad._compat import trace_state_clean
@@ -19,7 +19,7 @@ from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.futures import IS_ASYNC, CallFuture, Outcome
-from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt
@@ -30,76 +30,18 @@ Invocation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
 
 CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError
-CALL, ON_LOST = "a call", "on_lost"
-
-
-class CallbacksUnderWay(NamedTuple):
-    """Callbacks that run.
-
-    Attributes:
-      of: what they are callbacks of: ``CALL`` or ``ON_LOST``.
-      function: the function that was called, or the callback of ``on_lost``.
-      peer: the rank of the worker that has answered, or is lost.
-      since: when they began.
-    """
-
-    of: str
-    function: Callable[..., Any]
-    peer: int
-    since: float
-
-
-class Callbacks:
-    """Users' callbacks, which run when an answer has come or a worker is lost: on a thread that may wait, as work.
-
-    The world stays open for them: they may call other workers.
-    """
-
-    def __init__(self, mailbox: Mailbox):
-        self._mailbox = mailbox
-        self._by_thread: dict[int, CallbacksUnderWay] = {}
-
-    def start(self, of: str, function: Callable[..., Any], peer: int, run: Callable[[], Any]) -> None:
-        """Run callbacks on another thread. When they have run, nothing refers to the answer: it may hold references."""
-        todo = [run]
-
-        def run_here() -> None:
-            run, thread = todo.pop(), threading.get_ident()
-            self._by_thread[thread] = CallbacksUnderWay(of, function, peer, time.monotonic())
-            try:
-                run()
-            finally:
-                del self._by_thread[thread], run
-
-        self._mailbox.run_counted(run_here)
-
-    def here(self) -> CallbacksUnderWay | None:
-        return self._by_thread.get(threading.get_ident())
-
-    def now(self) -> list[CallbacksUnderWay]:
-        return list(self._by_thread.values())
 
 
 class Caller:
-    """The pending calls of one worker.
+    """The part of a worker that makes calls.
 
     Arguments:
       check: raises if a call cannot be made: the world is closed or broken, or the other worker is lost.
-      is_serving: returns whether this thread serves a call.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        callbacks: Callbacks,
-        check: Callable[[Pending], None],
-        is_serving: Callable[[], bool],
-    ):
-        self._mailbox, self._callbacks, self._check, self._is_serving = mailbox, callbacks, check, is_serving
-        self._calls = PendingCalls()
-
-    def __len__(self) -> int:
-        return len(self._calls)
+    def __init__(self, mailbox: Mailbox, check: Callable[[Pending], None]):
+        self._mailbox, self._check = mailbox, check
+        self.pending = PendingCalls()
 
     def rpc_sync(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         call = function, args, kwargs
@@ -154,8 +96,10 @@ class Caller:
 
         A thread that serves a call does not wait: the calls that it would wait for may wait for its own.
         """
-        while self._calls.bytes > settings.in_flight_bytes and not self._is_serving():
-            leaving = self._calls.leaving(settings.in_flight_bytes)
+        while self.pending.bytes > settings.in_flight_bytes:
+            if any(one.what is CALL for one in self._mailbox.running_here()):
+                return
+            leaving = self.pending.leaving(settings.in_flight_bytes)
             if leaving is not None:  # else there is room by now
                 self._mailbox.wait_for((leaving,), None)
                 leaving.result()
@@ -171,13 +115,13 @@ class Caller:
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
         mailbox, peer = self._mailbox, pending.peer.rank
         with put_off_interrupt():  # or a call that was not sent might stay in the table
-            self._calls.open(pending)
+            self.pending.open(pending)
             try:
                 self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
                 size = mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
-                self._calls.sent(pending, size)
+                self.pending.sent(pending, size)
             except BaseException as error:
-                self._calls.close(pending.id)
+                self.pending.close(pending.id)
                 if isinstance(error, CANNOT_BE_SENT):
                     raise cannot_call(pending, error) from error
                 if isinstance(error, errors.WorkerLostError) and error.worker == peer:  # transports know no names
@@ -186,7 +130,7 @@ class Caller:
 
     def answered(self, message: Message) -> None:
         """Complete a call by its RESULT or FAILURE. The thread that waits for the answer opens it, not this one."""
-        pending = self._calls.close(message.id)
+        pending = self.pending.close(message.id)
         if pending is None:
             why = f"nobody waits for the answer to call {spell(message.id)}"
             self._mailbox.refuse(message.source, f"a {message.kind.name}", why)
@@ -199,10 +143,10 @@ class Caller:
         return (None, body.to_raise()) if message.kind is Kind.FAILURE else (body, None)
 
     def expire(self, now: float) -> None:
-        if not self._calls.may_expire(now):
+        if now < self.pending.first_deadline:
             return
         with self._mailbox.work.under_way():  # from a call's end to its callbacks
-            for pending in self._calls.expire(now):
+            for pending in self.pending.expire(now):
                 text = (
                     f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "
                     f"(init(timeout=)) more time if it may take that long."
@@ -212,22 +156,16 @@ class Caller:
     def fail_all(self, make_error: Callable[[Pending], BaseException], peer: int | None = None) -> None:
         """Fail every call, or every call to one peer."""
         with self._mailbox.work.under_way():
-            for pending in self._calls.close_all(peer):
+            for pending in self.pending.close_all(peer):
                 self._fail(pending, make_error(pending))
-
-    def pending(self) -> list[Pending]:
-        return self._calls.now()
-
-    def awaited(self) -> set[int]:
-        return self._calls.peers()
 
     def _fail(self, pending: Pending, error: BaseException) -> None:
         call_ended(pending, failed=True)
         self._complete(pending, lambda: (None, error))
 
     def _complete(self, pending: Pending, opener: Callable[[], Outcome]) -> None:
-        start = functools.partial(self._callbacks.start, CALL, pending.function, pending.peer.rank)
-        pending.future.answer(opener, start)
+        run = functools.partial(self._mailbox.run_callbacks, CALLBACKS, pending.function, pending.peer.rank)
+        pending.future.answer(opener, run)
 
 
 def cannot_call(what: object, error: errors.DistgradError) -> errors.DistgradError:

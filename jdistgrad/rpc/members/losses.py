@@ -15,9 +15,8 @@ import threading
 from collections.abc import Callable
 
 from jdistgrad import errors
-from jdistgrad.rpc.calls.caller import ON_LOST, Callbacks
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.mailbox import ON_LOST, Mailbox
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.references.table import References, Releasing
 from jdistgrad.rpc.scopes import Scope, ScopeTable
@@ -40,13 +39,12 @@ class Losses:
     def __init__(
         self,
         mailbox: Mailbox,
-        callbacks: Callbacks,
         peers: Peers,
         references: References,
         releasing: Releasing,
         scopes: ScopeTable,
     ):
-        self._mailbox, self._running, self._peers, self._references = mailbox, callbacks, peers, references
+        self._mailbox, self._peers, self._references = mailbox, peers, references
         self._releasing, self._scopes = releasing, scopes
         self._lost: dict[int, WorkerInfo] = {}
         self._settled: set[tuple[int, int]] = set()  # settlements that have come: survivor and lost worker
@@ -69,7 +67,7 @@ class Losses:
             except Exception:
                 log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
 
-        self._running.start(ON_LOST, callback, info.rank, run)
+        self._mailbox.run_callbacks(ON_LOST, callback, info.rank, run)
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker from freeing values."""

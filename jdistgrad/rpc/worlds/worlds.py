@@ -185,12 +185,11 @@ def _end(worker: Worker, *, graceful: bool) -> list[str]:
 
 def refuse_to_wait_for_itself(worker: Worker) -> None:
     """Raise WorldError if this thread runs what a shutdown waits for."""
-    calls, callbacks = worker.server.on_this_thread(), worker.callbacks.here()
-    if calls or callbacks is not None:
-        doing = f"runs a callback of {callbacks.of}" if callbacks is not None else f"serves {calls[0]}"
+    running = worker.running_here()
+    if running:
         raise errors.WorldError(
-            f"shutdown of {worker.info}: this thread {doing}, and shutdown would wait until that returns. Let the "
-            "function set a flag, and call shutdown in the program that called init."
+            f"shutdown of {worker.info}: this thread runs {running[0]}, and shutdown would wait until that returns. "
+            "Let the function set a flag, and call shutdown in the program that called init."
         )
 
 
