@@ -12,12 +12,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
 from jdistgrad.errors import NotInitializedError
-from jdistgrad.rpc.directory import Directory, WorkerInfo
+from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.wire.interrupts import put_off_interrupt
 
@@ -25,23 +25,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Resident(Protocol):
-    """The attributes of a worker that this module needs."""
+Resident = Any  # a worker: a ``Mailbox``, of a layer above
 
-    info: WorkerInfo
-    directory: Directory
-    device: Any
-    slots: "Slots"
-    closed: bool
-    failure: BaseException | None
-    hands_over: bool
-    work: Any
-
-
-_bound: contextvars.ContextVar[Resident | None] = contextvars.ContextVar("jdistgrad_worker", default=None)
+_bound: contextvars.ContextVar[Resident] = contextvars.ContextVar("jdistgrad_worker", default=None)
 _seated: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_seated", default=False)
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("jdistgrad_scope", default=None)
-_of_process: Resident | None = None
+_of_process: Resident = None
 _key_of_process: int | None = None
 _left_behind: str | None = None  # in a forked process: the error text that says so, with the remedy
 
@@ -60,7 +49,6 @@ _choosing = threading.Lock()
 # trace key of the worker that compiled it, and the slot that each open scope has while a thread is in it. The first
 # slot is not part of the trace key, so JAX compiles again only for scopes that are open at the same time.
 _slot_key = jax.make_user_context(default_value=0)
-_origin: contextvars.ContextVar["Origin"] = contextvars.ContextVar("jdistgrad_origin")
 
 
 class Origin(NamedTuple):
@@ -70,9 +58,13 @@ class Origin(NamedTuple):
     slot: int
 
 
-Seat = tuple[WorkerInfo, tuple[WorkerInfo, ...]]  # a worker, and all workers of its world
-
 NOWHERE = Origin(None, 0)
+_origin: contextvars.ContextVar[Origin] = contextvars.ContextVar("jdistgrad_origin", default=NOWHERE)
+
+current_scope = _scope.get
+origin = _origin.get  # of this code, for callbacks of programs compiled here
+
+Seat = tuple[WorkerInfo, tuple[WorkerInfo, ...]]  # a worker, and all workers of its world
 
 _workers: "weakref.WeakValueDictionary[int, Resident]" = weakref.WeakValueDictionary()
 
@@ -121,7 +113,7 @@ def current_resident() -> Resident:
     return worker
 
 
-def find_resident() -> Resident | None:
+def find_resident() -> Resident:
     worker = _bound.get()
     if worker is None and not _seated.get():
         worker = _of_process
@@ -132,10 +124,6 @@ def is_stray_thread() -> bool:
     """Return whether this thread belongs to no worker, while other threads of this process are workers of a world."""
     others = [worker for worker in list(_workers.values()) if not worker.closed and worker.failure is None]
     return bool(others) and threading.current_thread() is not threading.main_thread()
-
-
-def current_scope() -> Scope | None:
-    return _scope.get()
 
 
 class within:  # noqa: N801 used like a function; a generator would take twice as long
@@ -183,8 +171,7 @@ def once_for_all(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        found = _origin.get(NOWHERE)
-        if found == NOWHERE and _key_of_process is None:
+        if origin() == NOWHERE and _key_of_process is None:
             return function(*args, **kwargs)
         with _trace_key(None), _slot_key(0):
             return function(*args, **kwargs)
@@ -192,25 +179,20 @@ def once_for_all(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def origin() -> Origin:
-    """Return the origin of this code, for callbacks of programs compiled here."""
-    return _origin.get(NOWHERE)
-
-
 @contextlib.contextmanager
-def at(origin: Origin, *, called_here: bool = False) -> Iterator[None]:
+def at(place: Origin, *, called_here: bool = False) -> Iterator[None]:
     """Let the block, on any thread, belong to the worker and scope of an origin.
 
     ``called_here``: the block's own scope is that of the code that has called the compiled function. The origin's slot
     may meanwhile be another's: code in no scope has the first slot too, and a function compiled ahead of time keeps its
     slot.
     """
-    worker = _of_process if origin.key is None else _workers.get(origin.key)
+    worker = _of_process if place.key is None else _workers.get(place.key)
     if worker is None or _left_behind:
         why = _left_behind or "the world it was compiled in is closed"
         raise NotInitializedError(f"a compiled function was called outside of any world: {why}")
-    scope = _scope.get() if called_here and find_resident() is worker else worker.slots.at(origin.slot)
-    before = _bound.set(worker), _scope.set(scope), _origin.set(origin)
+    scope = _scope.get() if called_here and find_resident() is worker else worker.slots.at(place.slot)
+    before = _bound.set(worker), _scope.set(scope), _origin.set(place)
     try:
         yield
     finally:

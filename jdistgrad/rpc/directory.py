@@ -10,7 +10,7 @@ import platform
 import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -49,11 +49,6 @@ class WorkerInfo:
 
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank})"
-
-    if not TYPE_CHECKING:
-
-        def __call__(self) -> Any:
-            raise TypeError(f"{self} is a WorkerInfo, not a function: write rref.owner without parentheses")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

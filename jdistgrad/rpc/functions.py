@@ -1,5 +1,6 @@
 """The functions that may be called: what describes one, and those that both sides registered under a name."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -123,12 +124,10 @@ def describe(function: Any) -> str:
         return function.label
     if id(function) in _shown:
         return _shown[id(function)]
-    try:
+    with contextlib.suppress(Exception):  # a callable object may raise anything when its name is read
         name = qualified_name(function)
         if name is not None:
             return described(getattr(function, "__module__", None), name)
-    except Exception:  # a callable object may raise anything when its name is read
-        return type(function).__name__
     return type(function).__name__
 
 

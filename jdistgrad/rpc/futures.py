@@ -17,11 +17,6 @@ IS_ASYNC = (
     "it: asyncio.run(...)."
 )
 
-COMPLETED_BY_ANSWER = (
-    "only the answer to its call completes a CallFuture. cancel() ends the wait for it, then(fn) makes another result "
-    "of it; a concurrent.futures.Future of your own takes any result."
-)
-
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -68,7 +63,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         run_elsewhere(lambda: complete(cast("T", None)))
 
     def _refuse(self, *_: Any) -> Never:
-        raise TypeError(COMPLETED_BY_ANSWER)
+        raise TypeError("only the answer to its call completes a CallFuture; cancel() ends the wait for it")
 
     set_result: Any = _refuse
     set_exception: Any = _refuse
@@ -77,7 +72,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     def result(self, timeout: float | None = None) -> T:
         error = self.exception(timeout)  # the base class would ask a user's exception for its truth value
         if error is None:
-            value: T = self._result
+            value: T = self._outcome[0]
             return value
         try:
             raise error
@@ -87,9 +82,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         start = time.monotonic()
         self._wait_for((self,), timeout)
-        return super().exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - start)))
-
-    def _opened(self) -> Outcome:
+        super().exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - start)))
         with self._opening:
             if self._open is not None:
                 try:
@@ -97,7 +90,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
                 except BaseException as error:
                     self._outcome = None, error.with_traceback(None)  # which would refer to this future
                 self._open = None
-            return self._outcome
+            return self._outcome[1]
 
     def then(self, fn: Callable[[T], U]) -> "CallFuture[U]":
         """Return a future of ``fn`` applied to the result. If the call failed, ``fn`` is not called.
@@ -119,24 +112,6 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
 
         self.add_done_callback(run)
         return after
-
-    # The base class reads its result and its exception here, so ``Future.result(future)`` opens the answer too.
-
-    @property
-    def _result(self) -> Any:
-        return self._opened()[0]
-
-    @_result.setter
-    def _result(self, value: Any) -> None:
-        pass  # only notes that the future is done
-
-    @property
-    def _exception(self) -> BaseException | None:
-        return self._opened()[1]
-
-    @_exception.setter
-    def _exception(self, error: BaseException | None) -> None:
-        pass
 
     def __reduce__(self) -> Any:
         raise TypeError(

@@ -17,7 +17,6 @@ from jdistgrad.rpc.functions import import_path
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.message import Codec, Parcel
 
-Key = tuple[int, ...]
 Type = tuple[bool, str, tuple[int, ...]]  # whether the array is JAX's, its dtype and its shape
 
 HEAD = struct.Struct("<II")  # how many numbers the key has; what follows the key
@@ -49,7 +48,7 @@ class Layouts:
         self._written = functools.lru_cache(REMEMBERED)(self._write)
         self._read = functools.lru_cache(REMEMBERED)(self._decoded)
 
-    def encode(self, key: Key, value: Any) -> Parcel:
+    def encode(self, key: tuple[int, ...], value: Any) -> Parcel:
         """Return a value's parcel. Dicts arrive in the order of their keys. The arrays must not change meanwhile."""
         leaves, layout = self._apart(value)
         if not layout:
@@ -78,7 +77,7 @@ class Layouts:
         except Exception:  # a user's class that takes arrays only
             return b""
 
-    def decode(self, parcel: Parcel) -> tuple[Key, Any]:
+    def decode(self, parcel: Parcel) -> tuple[tuple[int, ...], Any]:
         """Return the key and the value, with NumPy arrays: what compiled code takes need not be made JAX's first.
 
         Only where there are accelerators, large arrays are JAX's, so that they are copied there once.
@@ -109,7 +108,7 @@ class Layouts:
         return Layout(jax.tree.structure(example), types, tuple((path, one) for path, one in named if path is not None))
 
 
-def _stream(key: Key, form: int, rest: Any) -> memoryview:
+def _stream(key: tuple[int, ...], form: int, rest: Any) -> memoryview:
     return memoryview(b"".join((_numbers(len(key)).pack(len(key), form, *key), rest)))
 
 

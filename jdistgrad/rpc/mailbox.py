@@ -8,17 +8,18 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jdistgrad.ffi import sites
-from jdistgrad.rpc import current, devices, trees
+from jdistgrad.rpc import current, trees
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.layouts import Layouts
 from jdistgrad.threads import ThreadPool
-from jdistgrad.wire.arrays import may_be_written
+from jdistgrad.wire.arrays import identity, may_be_written
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import CALLS, ENCODED, WORK, Codec, Kind, Message, Parcel
@@ -162,13 +163,13 @@ class Mailbox:
     def __post_init__(self) -> None:
         self.info, self.size = self.directory.workers[self.rank], len(self.directory.workers)
         self.hands_over = self.transport.hands_over
+        self.shares_process = self.hands_over and self.size > 1
         self.ids, self.work, self.slots = IdSource(self.rank), WorkCount(self.rank, self.size), current.Slots()
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
         self.closed = False
         self.refused: collections.Counter[int] = collections.Counter()
         self.note_gifts: Callable[[int, Parcel], None] | None = None
-        self._counting = threading.Lock()
         self._layouts = Layouts(self.codec)
         self.threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self.running: dict[int, Running] = {}
@@ -182,10 +183,6 @@ class Mailbox:
     def part(self, kind: type[P]) -> P:
         found: P = self._parts[kind]
         return found
-
-    @property
-    def shares_process(self) -> bool:
-        return self.hands_over and self.size > 1
 
     def post(self, peer: int, message: Message, *, snapshot: bool = True) -> int:
         """Send a message, and count it if it carries work; return its bytes, 0 if nothing is encoded.
@@ -236,8 +233,7 @@ class Mailbox:
         return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)
 
     def refuse(self, source: int, what: str, why: object) -> None:
-        with self._counting:
-            self.refused[source] += 1
+        self.refused[source] += 1
         log.debug("%s refuses %s from rank %d: %s", self.info, what, source, why)
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
@@ -293,7 +289,7 @@ class Mailbox:
         runs when others have ended, on other threads: the caller's timeout counts until then.
         """
         if self.device is not None or sites.any_sites():
-            devices.finish_programs_of_this_thread()
+            identity(np.float32(0)).block_until_ready()  # after the other programs of this thread
             _wait_for_arrays(trees.leaves_once(result))
 
 
@@ -321,9 +317,9 @@ def _steady(call: Any) -> Any:
     return function, args, kwargs, *scope
 
 
-# Every resident is a mailbox: the functions of ``current``, with the return type that the layers above need.
-current_mailbox = cast("Callable[[], Mailbox]", current.current_resident)
-find_mailbox = cast("Callable[[], Mailbox | None]", current.find_resident)
+# The functions of ``current``, with the return type that the layers above need.
+current_mailbox: Callable[[], Mailbox] = current.current_resident
+find_mailbox: Callable[[], Mailbox | None] = current.find_resident
 
 
 def current_part(kind: type[P]) -> P:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jdistgrad.errors import ContextError, WorkerLostError
-from jdistgrad.rpc.layouts import Key
 from jdistgrad.wire.ids import IdSource, spell, worker_of
 
 T = TypeVar("T")
+
+Key = tuple[int, ...]  # of a pushed value
 
 REMEMBERED = 4096  # closed scopes, so that late messages get the right error
 
@@ -77,24 +78,22 @@ class Scope:
 
 
 class ScopeTable:
-    """The scopes one worker takes part in."""
+    """The scopes one worker takes part in.
+
+    Attributes:
+      lost: the lost workers: nobody can enter a scope that one has opened, nor one that is new here in a call of one.
+    """
 
     def __init__(self, rank: int):
         self._ids = IdSource(rank)
         self._open: dict[int, Scope] = {}
         self._closed: collections.OrderedDict[int, None] = collections.OrderedDict()
-        self._lost: set[int] = set()
+        self.lost: set[int] = set()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     def draw(self) -> int:
         """Return the id of a new scope, which can be entered, and be released whether it has been entered or not."""
         return self._ids.next()
-
-    def open(self) -> Scope:
-        return self.enter(self.draw())
 
     def enter(self, identifier: int, caller: int | None = None) -> Scope:
         """Return the scope with this id, made if it is new here.
@@ -112,7 +111,7 @@ class ScopeTable:
             if scope is None:
                 if identifier in self._closed:
                     raise closed_error(identifier)
-                for peer in self._lost & {worker_of(identifier), caller}:
+                for peer in self.lost & {worker_of(identifier), caller}:
                     raise WorkerLostError(
                         f"context {spell(identifier)} cannot be entered: the worker of rank {peer}, from which it "
                         "came, is lost.",
@@ -145,11 +144,6 @@ class ScopeTable:
 
     def find_open(self, identifier: int) -> Scope | None:
         return self._open.get(identifier)
-
-    def lose(self, peer: int) -> None:
-        """Let nobody enter a scope that a lost worker has opened, nor one that is new here in a call of that worker."""
-        with self._lock:
-            self._lost.add(peer)
 
     def identifiers(self) -> list[int]:
         with self._lock:

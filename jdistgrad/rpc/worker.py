@@ -3,21 +3,20 @@
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.layouts import Key
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.losses import Losses
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.watchdog import Watchdog
 from jdistgrad.rpc.references.table import References, Releasing
-from jdistgrad.rpc.scopes import Inbox, ScopeTable
+from jdistgrad.rpc.scopes import Inbox, Key, ScopeTable
 from jdistgrad.rpc.serving.server import Served
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
@@ -180,6 +179,6 @@ class Worker(Mailbox):
         self.references.owned.clear()
 
 
-# Every resident is a worker: the functions of ``current``, with the return type that the layers above need.
-current_worker = cast("Callable[[], Worker]", current.current_resident)
-find_worker = cast("Callable[[], Worker | None]", current.find_resident)
+# The functions of ``current``, with the return type that the layers above need.
+current_worker: Callable[[], Worker] = current.current_resident
+find_worker: Callable[[], Worker | None] = current.find_resident

@@ -83,7 +83,7 @@ class Caller:
             body = self._mailbox.for_several(body)
         except CANNOT_BE_SENT as error:
             rest = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
-            raise cannot_call(f"{calls[0]}{rest}", error) from error
+            raise type(error)(f"cannot call {calls[0]}{rest}: {error}") from error
         for pending in calls:
             try:
                 self._send(Kind.CALL, pending, body, snapshot=True)
@@ -123,7 +123,7 @@ class Caller:
             except BaseException as error:
                 self.pending.close(pending.id)
                 if isinstance(error, CANNOT_BE_SENT):
-                    raise cannot_call(pending, error) from error
+                    raise type(error)(f"cannot call {pending}: {error}") from error
                 if isinstance(error, errors.WorkerLostError) and error.worker == peer:  # transports know no names
                     raise errors.WorkerLostError(f"{pending}: {error}", worker=pending.peer) from error
                 raise
@@ -168,10 +168,6 @@ class Caller:
         pending.future.answer(opener, run)
 
 
-def cannot_call(what: object, error: errors.DistgradError) -> errors.DistgradError:
-    return type(error)(f"cannot call {what}: {error}")
-
-
 def scoped(call: Invocation, peer: int) -> Invocation | Scoped:
     """Return the call with the id of the scope it was made in, if any; the scope then includes the peer."""
     scope = current_scope()
@@ -184,7 +180,7 @@ def scoped(call: Invocation, peer: int) -> Invocation | Scoped:
 def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None:
     """Raise if a call is invalid. This checks only arguments that are handed over; the encoder checks all others."""
     function, *arguments = call
-    if not callable(function) or isinstance(function, WorkerInfo):
+    if not callable(function):
         raise errors.FunctionError(
             f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
             f"rpc_sync({peer.name!r}, function, args=(...))"

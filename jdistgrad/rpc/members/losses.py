@@ -104,7 +104,7 @@ class Losses:
         for peer in set(range(mailbox.size)) - {mailbox.rank, *self._lost}:
             count = self._references.forgettable[peer]
             self._tell(peer, Message(Kind.LOST, mailbox.rank, lost, (why, count, lost in self._peers.silent)))
-        self._scopes.lose(lost)
+        self._scopes.lost.add(lost)
         mailbox.run_counted(functools.partial(self._let_go_of_contexts, lost))
         self._end_hold()
 

@@ -8,7 +8,6 @@ A process that itself stands still (Ctrl-Z, a suspended machine, a thread that k
 time does not count as silence of its peers.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -22,14 +21,6 @@ from jdistgrad.wire.message import Kind, Message
 log = logging.getLogger("jdistgrad.rpc")
 
 
-@dataclasses.dataclass(slots=True)
-class Watch:
-    """An awaited peer: when it was last heard, and when it was last asked."""
-
-    heard: float
-    asked: float
-
-
 class Liveness:
     """The choice of the peers to ask for a sign of life, and of those to give up: a state machine without clock or I/O.
 
@@ -40,24 +31,26 @@ class Liveness:
     def __init__(self, interval: float, limit: float):
         self.interval, self.limit = min(interval, limit / 4), limit
         self._looked, self._awake = -math.inf, 0.0
-        self._watched: dict[int, Watch] = {}
+        self._heard: dict[int, float] = {}  # by awaited peer: when it was last heard, and when it was last asked
+        self._asked: dict[int, float] = {}
 
     def heard(self, peer: int) -> None:
-        watch = self._watched.get(peer)
-        if watch is not None:
-            watch.heard = self._awake
+        times = self._heard  # ``look`` may put others in its place meanwhile
+        if peer in times:
+            times[peer] = self._awake
 
     def look(self, awaited: Iterable[int], now: float) -> tuple[list[int], list[int]]:
         """Return which awaited peers to ask and which to give up. Call this regularly, because it counts the time."""
         self._awake += min(now - self._looked, self.interval / 2)
         self._looked, awake = now, self._awake
-        self._watched = {peer: self._watched.get(peer) or Watch(awake, awake) for peer in awaited}
+        self._heard = {peer: self._heard.get(peer, awake) for peer in awaited}
+        self._asked = {peer: self._asked.get(peer, awake) for peer in self._heard}
         ask, lost = [], []
-        for peer, watch in self._watched.items():
-            if awake - watch.heard >= self.limit:
+        for peer, heard in self._heard.items():
+            if awake - heard >= self.limit:
                 lost.append(peer)
-            elif awake - max(watch.heard, watch.asked) >= self.interval:
-                watch.asked = awake
+            elif awake - max(heard, self._asked[peer]) >= self.interval:
+                self._asked[peer] = awake
                 ask.append(peer)
         return ask, lost
 

@@ -136,7 +136,7 @@ def delivered(args: Args, kwargs: Kwargs) -> Any:
 
     There is no timeout here, because the call has one.
     """
-    if trees.are_plain(args, kwargs):
+    if not kwargs and all(map(trees.is_plain, args)):
         return args, kwargs
     fetched: dict[RRef[Any], concurrent.futures.Future[Any]] = {}
 
