@@ -120,10 +120,10 @@ class ObjectPickler(cloudpickle.Pickler):
 
     def of_program(self, value: Any, path: Path) -> Any:
         like, mailbox = likeness(value), find_mailbox()
-        if mailbox is None or (path, like) in _asked_for:
-            code = code_of(value)
-            return self.by_value(value) if code is None else (own_or_sent, (*path, like, code))
-        return own_or_asked, (*path, like, mailbox.rank)
+        if mailbox is not None and (path, like) not in _asked_for:
+            return own_or_sent, (*path, like, None, mailbox.rank)
+        code = code_of(value)
+        return self.by_value(value) if code is None else (own_or_sent, (*path, like, code))
 
     def by_value(self, value: Any) -> Any:
         """Return how to pickle a function or class from what it is made of."""
@@ -173,19 +173,19 @@ def from_code(code: bytes) -> Any:
     return pickle.loads(code)
 
 
-def own_or_sent(module: str, qualname: str, like: int, code: bytes) -> Any:
-    """Return this worker's own function or class of this name, if it is alike, or else the one that was sent."""
-    own = _own(module, qualname, like)
-    return from_code(code) if own is None else own
+def own_or_sent(module: str, qualname: str, like: int, code: bytes | None, rank: int = 0) -> Any:
+    """Return this worker's own function or class of this name, if it is alike, or else that of the sender.
 
-
-def own_or_asked(module: str, qualname: str, like: int, rank: int) -> Any:
-    """Return this worker's own function or class of this name, if it is alike, or else ask the sender for it."""
+    Arguments:
+      code: the sender's, by value; None if it is to be asked for it, by its ``rank``.
+    """
     own = _own(module, qualname, like)
     if own is not None:
         return own
-    with within(None):
-        return from_code(current_part(Caller).rpc_sync(rank, code_of_own, (module, qualname, like), {}, None))
+    if code is None:
+        with within(None):
+            code = current_part(Caller).rpc_sync(rank, code_of_own, (module, qualname, like), {}, None)
+    return from_code(code)
 
 
 def _own(module: str, qualname: str, like: int) -> Any:

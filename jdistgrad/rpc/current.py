@@ -223,7 +223,7 @@ def _key_of(worker: Resident) -> int:
         keys = _trace_keys.setdefault((worker.info, worker.directory.workers), [])
         users = {key: _workers.get(key) for key in keys}
         own = [key for key, user in users.items() if user is worker]
-        free = [key for key, user in users.items() if user is None or (user.closed and not user.work.serves_any)]
+        free = [key for key, user in users.items() if user is None or (user.closed and not any(user.work.serving))]
         key = (own or free or [next(_new_keys)])[0]
         if key not in users:
             keys.append(key)

@@ -1,6 +1,7 @@
 """The functions that may be called: what describes one, and those that both sides registered under a name."""
 
 import contextlib
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -140,9 +141,7 @@ def import_path(function: Any) -> tuple[str, str] | None:
     module: Any = getattr(function, "__module__", None)
     qualname: Any = qualified_name(function)
     try:
-        found: Any = sys.modules[module]
-        for part in qualname.split("."):
-            found = getattr(found, part)
+        found = operator.attrgetter(qualname)(sys.modules[module])
     except (AttributeError, KeyError, TypeError):
         return None
     return (module, qualname) if found is function else None
@@ -154,7 +153,4 @@ def lookup(module: str, qualname: str) -> Any:
     A module is in ``sys.modules`` as soon as its import has begun: only ``__import__`` waits for another thread's.
     """
     __import__(module)
-    found: Any = sys.modules[module]
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(qualname)(sys.modules[module])

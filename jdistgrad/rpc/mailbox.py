@@ -37,11 +37,14 @@ class WorkCount:
 
     By these a world decides when it may close. They are counted by worker, so that those of lost workers can be left
     out.
+
+    Attributes:
+      serving: how many calls of each worker have arrived and not been answered; of this one, also what it does itself.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._lock, self._rank = threading.Lock(), rank
-        self._sent, self._received, self._serving = [0] * size, [0] * size, [0] * size
+        self._sent, self._received, self.serving = [0] * size, [0] * size, [0] * size
 
     def sending(self, kind: Kind, peer: int, count: int = 1) -> None:
         if kind in WORK:
@@ -52,14 +55,14 @@ class WorkCount:
         with self._lock:
             self._received[peer] += 1
 
-    def serving(self, peer: int) -> None:
+    def begin(self, peer: int) -> None:
         with self._lock:
             self._received[peer] += 1
-            self._serving[peer] += 1
+            self.serving[peer] += 1
 
     def served(self, peer: int) -> None:
         with self._lock:
-            self._serving[peer] -= 1
+            self.serving[peer] -= 1
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
@@ -83,15 +86,7 @@ class WorkCount:
 
     def _started(self) -> None:
         with self._lock:
-            self._serving[self._rank] += 1
-
-    def serves(self, peer: int) -> bool:
-        """Return whether a call of this worker has arrived that has not been answered."""
-        return self._serving[peer] > 0
-
-    @property
-    def serves_any(self) -> bool:
-        return any(self._serving)
+            self.serving[self._rank] += 1
 
     def counts(self, lost: Collection[int] = ()) -> tuple[int, int, int]:
         """Return the numbers sent to and received from workers that are not lost, and being served, at one moment."""
@@ -99,7 +94,7 @@ class WorkCount:
             sent, received = (
                 sum(n for rank, n in enumerate(of) if rank not in lost) for of in (self._sent, self._received)
             )
-            return sent, received, sum(self._serving)
+            return sent, received, sum(self.serving)
 
 
 class Running:

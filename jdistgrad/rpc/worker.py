@@ -92,9 +92,9 @@ class Worker(Mailbox):
             if claims is None:  # it comes from a worker that is being lost
                 return None
             body.attached = claims
-        self.peers.heard(source)
+        self.peers.liveness.heard(source)
         if kind in CALLS:
-            self.work.serving(source)
+            self.work.begin(source)
             value = self.references.announce(message.id).value if kind is Kind.REMOTE else None
             return Served(self, self.scopes, message, value).serve
         try:

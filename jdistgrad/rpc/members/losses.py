@@ -153,7 +153,7 @@ class Losses:
         if not self.busy:
             return
         with self._lock:
-            if not self._open_settlements() and not any(map(self._mailbox.work.serves, self._lost)):
+            if not self._open_settlements() and not any(self._mailbox.work.serving[one] for one in self._lost):
                 freed = self._references.sweep()
                 self._mailbox.run_counted(freed.clear)
                 self.busy = False
@@ -163,7 +163,7 @@ class Losses:
     def _let_go_of_contexts(self, lost: int) -> None:
         taking_part: dict[int, list[tuple[int, bool]]] = {}
         for identifier in self._scopes.identifiers():
-            scope, opener = self._scopes.find_open(identifier), worker_of(identifier)
+            scope, opener = self._scopes.open.get(identifier), worker_of(identifier)
             if opener == lost:
                 self._releasing.close_scope(identifier)
             elif scope is not None and opener == self._mailbox.rank:
@@ -178,7 +178,7 @@ class Losses:
 
         def answer() -> None:
             for identifier, reached in message.body:
-                scope = self._scopes.find_open(identifier)
+                scope = self._scopes.open.get(identifier)
                 try:
                     if scope is None:
                         raise errors.ContextError("closed")
@@ -207,7 +207,7 @@ class Losses:
         """Return the task that fails a context, as its opener tells."""
         lost, why = message.body
         self._peers.lose(lost, why)
-        scope, error = self._scopes.find_open(message.id), self._error(message.id, lost)
+        scope, error = self._scopes.open.get(message.id), self._error(message.id, lost)
         return self._mailbox.work.counted(lambda: None if scope is None else scope.give_up(error))
 
     def _error(self, context: int, lost: int) -> errors.WorkerLostError:

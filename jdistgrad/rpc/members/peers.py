@@ -69,14 +69,11 @@ class Peers:
 
     def __init__(self, mailbox: Mailbox, tell: Callable[[WorkerInfo, str], None]):
         self._mailbox, self._tell = mailbox, tell
-        self._liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
+        self.liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
         self.lost: dict[int, str] = {}
         self.reasons: dict[int, str] = {}
         self.silent: set[int] = set()
         self.left = False
-
-    def heard(self, peer: int) -> None:
-        self._liveness.heard(peer)
 
     def look(self, awaited: set[int], now: float) -> None:
         """Ask awaited peers for a sign of life; give up a peer that has given none for too long.
@@ -86,14 +83,14 @@ class Peers:
         mailbox = self._mailbox
         if mailbox.hands_over:
             return
-        ask, silent = self._liveness.look(awaited - {mailbox.rank, *self.lost}, now)
+        ask, silent = self.liveness.look(awaited - {mailbox.rank, *self.lost}, now)
         for peer in ask:
             try:
                 mailbox.post(peer, Message(Kind.PING, mailbox.rank, 0))
             except errors.DistgradError as error:  # it will be silent
                 log.debug("%s could not ask rank %d for a sign of life: %s", mailbox.info, peer, error)
         for peer in silent:
-            self.lose_silent(peer, f"it gave no sign of life for {self._liveness.limit:g} s")
+            self.lose_silent(peer, f"it gave no sign of life for {self.liveness.limit:g} s")
 
     def lose_silent(self, peer: int, reason: str) -> None:
         """Give up a peer that may still be there. In a world that survives it is killed, if it is on this machine."""

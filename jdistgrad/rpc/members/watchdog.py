@@ -107,15 +107,13 @@ class Location:
 
     Attributes:
       there: whether it is in the collective that the question is about.
-      closing: whether it is shutting down, and serves no call that may still come to the collective.
-      doing: what it is doing then, for messages.
+      closing: why it will not come, if it is shutting down, and serves no call that may still come to the collective.
       place: the line of the user's program that it is in.
       awaits: the collectives, and meetings by calls, in which it waits for the worker that asks.
     """
 
     there: bool
-    closing: bool
-    doing: str
+    closing: str
     place: str
     awaits: frozenset[CollectiveEntry]
 
@@ -227,7 +225,7 @@ class Watchdog:
             why = f"{info} entered this collective and is elsewhere now, at {found.place}"
             return Absence(why, settings.silence_seconds)
         if found.closing and not self._closing.wanted:
-            return Absence(f"{info} will not come, it {found.doing}", ASK_SECONDS)
+            return Absence(f"{info} will not come, it {found.closing}", ASK_SECONDS)
         home = self._mailbox.home
         comes_to_none = calls_package(home) and not self._closing.wanted
         elsewhere = found.awaits - {each.entry for each in self._waits()}
@@ -276,11 +274,11 @@ class Watchdog:
         running = [one.function for one in list(self._mailbox.running.values())]
         serves_users = any(one is not location and one is not deadlocked for one in running)
         if self._closing.only_serves:
-            place, doing = "jdistgrad.local_workers(), without a program", ONLY_SERVES
+            place, closing = "jdistgrad.local_workers(), without a program", ONLY_SERVES
         else:
             place = where(self._mailbox.home)
-            doing = f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
-        return Location(there, self._closing.wanted and not serves_users, doing, place, awaits)
+            closing = f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
+        return Location(there, closing if self._closing.wanted and not serves_users else "", place, awaits)
 
 
 def location(asker: int, entry: CollectiveEntry) -> Location:
