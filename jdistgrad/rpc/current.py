@@ -79,13 +79,12 @@ class Slots:
 
     def take(self, scope: Scope) -> int:
         with self._lock:
-            slot = next((k for k, one in enumerate(self._scopes) if one is scope), None)
-            if slot is None:
+            if scope not in self._scopes:
                 if None not in self._scopes:
                     self._scopes.append(None)
                     self._threads.append(0)
-                slot = self._scopes.index(None)
-                self._scopes[slot] = scope
+                self._scopes[self._scopes.index(None)] = scope
+            slot = self._scopes.index(scope)
             self._threads[slot] += 1
             return slot
 

@@ -77,8 +77,6 @@ class Hello:
 
 
 class Directory:
-    """The workers of a world, found by rank, name or info."""
-
     def __init__(self, names: Sequence[str]):
         self.workers = tuple(WorkerInfo(rank, name) for rank, name in enumerate(names))
         self._by_name = {worker.name: worker for worker in self.workers}
@@ -171,12 +169,6 @@ def facts_of_this_process() -> dict[str, str]:
     return found
 
 
-def check_names(names: Any) -> None:
-    """Raise ValueError unless the name of a worker can be found from this, once the rank is known."""
-    if isinstance(names, WorkerInfo) or not (names is None or callable(names) or isinstance(names, list | tuple)):
-        checked_name(names)
-
-
 def name_of(names: Names, rank: int, size: int) -> str:
     """Return the name of the worker of a rank.
 
@@ -189,6 +181,8 @@ def name_of(names: Names, rank: int, size: int) -> str:
         return checked_name(names.replace("{rank}", str(rank)))
     if callable(names):
         return checked_name(names(rank))
+    if not isinstance(names, list | tuple):
+        return checked_name(names)  # which refuses it
     if len(names) != size:
         raise ValueError(f"init: there are {len(names)} names for a world of {size} workers. Give one for each rank.")
     return checked_name(names[rank])

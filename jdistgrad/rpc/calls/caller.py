@@ -1,12 +1,10 @@
 """The caller's side of a call: check it, send it, and ensure that it is answered, expires or fails."""
 
 import functools
-import inspect
 import math
 import numbers
 import threading
 import time
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -18,7 +16,7 @@ from jdistgrad.rpc.calls.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
-from jdistgrad.rpc.futures import IS_ASYNC, CallFuture, Outcome
+from jdistgrad.rpc.futures import CallFuture, Outcome
 from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
@@ -154,7 +152,6 @@ class Caller:
                 self._fail(pending, errors.CallTimeoutError(text, worker=pending.peer, seconds=pending.timeout))
 
     def fail_all(self, make_error: Callable[[Pending], BaseException], peer: int | None = None) -> None:
-        """Fail every call, or every call to one peer."""
         with self._mailbox.work.under_way():
             for pending in self.pending.close_all(peer):
                 self._fail(pending, make_error(pending))
@@ -185,8 +182,6 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
             f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
             f"rpc_sync({peer.name!r}, function, args=(...))"
         )
-    if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
-        raise errors.FunctionError(f"{describe(function)} {IS_ASYNC}")
     if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
         raise refuse_traced(f"cannot call {describe(function)} on {peer}")
 

@@ -97,7 +97,6 @@ class PendingCalls:
             return expired
 
     def close_all(self, peer: int | None = None) -> list[Pending]:
-        """Remove and return every call, or every call to one peer."""
         with self._lock:
             calls = [call for call in self._by_id.values() if peer is None or call.peer.rank == peer]
             return [self._remove(call) for call in calls]

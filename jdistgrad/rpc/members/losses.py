@@ -74,7 +74,6 @@ class Losses:
         return {survivor for survivor, _ in self._open_settlements()} if self.busy else set()
 
     def lose(self, info: WorkerInfo) -> None:
-        """Take note that a worker is lost; what takes time runs on another thread."""
         with self._lock:
             if info.rank in self._lost:
                 return

@@ -7,14 +7,13 @@ shutting down will never come: then a wait outside MPI ends with an error that s
 job.
 """
 
-import contextlib
 import dataclasses
 import functools
 import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from types import FrameType
 from typing import NamedTuple
 
@@ -86,7 +85,7 @@ class Participation:
 
     entry: CollectiveEntry
     peers: frozenset[int]
-    blocking: bool = False
+    blocking: bool
     interrupt: Callable[[], None] | None = None
     goes_on: bool = False
     thread: int = dataclasses.field(default_factory=threading.get_ident)
@@ -96,7 +95,6 @@ class Participation:
     absent: dict[int, tuple[Absence, float]] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise if a participant will never come."""
         if self.error is not None:
             raise self.error
 
@@ -151,17 +149,6 @@ class Watchdog:
     def end(self, participation: Participation) -> None:
         self.all.pop(id(participation), None)
 
-    @contextlib.contextmanager
-    def shows(self, what: str, peers: Collection[int]) -> Iterator[None]:
-        """Show a meeting by calls of this thread in reports, until the block ends."""
-        entry = CollectiveEntry(what, group=what, turn=0, by_calls=True)
-        one = Participation(entry, frozenset(peers) - {self._mailbox.rank})
-        self.all[id(one)] = one
-        try:
-            yield
-        finally:
-            self.end(one)
-
     def _watched(self) -> list[Participation]:
         return [one for one in list(self.all.values()) if not one.entry.by_calls]
 
@@ -175,7 +162,6 @@ class Watchdog:
         return set().union(*(one.peers for one in self._watched()))
 
     def lost(self, peer: int, why: str) -> None:
-        """Give up the collectives that a lost worker takes part in."""
         for one in self._watched():
             if peer in one.peers and one.goes_on:
                 one.peers -= {peer}
@@ -258,7 +244,6 @@ class Watchdog:
                 self._give_up(one, peer, self._waits_elsewhere(peer, [entry], place))
 
     def ask(self, peers: Collection[int], entry: CollectiveEntry) -> dict[int, Location]:
-        """Return where the peers are, as far as they answer."""
         with within(None):
             asked = {
                 peer: self._caller.rpc_async(peer, location, (self._mailbox.rank, entry), {}, ANSWER_SECONDS)

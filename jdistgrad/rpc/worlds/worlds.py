@@ -12,7 +12,7 @@ from jdistgrad._compat import forget_failed_effects
 from jdistgrad.config import settings
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
-from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
+from jdistgrad.rpc.directory import Names, WorkerInfo
 from jdistgrad.rpc.members.losses import Callback
 from jdistgrad.rpc.serving.failures import in_short, spelled
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
@@ -81,7 +81,6 @@ def init(
     refuse_second_world("init")
     forget_failed_effects()
     seconds = checked_timeout(timeout)
-    check_names(name)
     place = seat.get()
     if place is not None:
         worker = open_local(*place, name, seconds)
