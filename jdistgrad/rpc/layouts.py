@@ -7,7 +7,7 @@ layouts; pickle would say the same again each time.
 import functools
 import math
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,18 +22,6 @@ Type = tuple[bool, str, tuple[int, ...]]  # whether the array is JAX's, its dtyp
 HEAD = struct.Struct("<II")  # how many numbers the key has; what follows the key
 PICKLED, LAID_OUT = 0, 1
 REMEMBERED = 1024
-
-
-class Layout(NamedTuple):
-    """A layout that arrived.
-
-    Attributes:
-      named: the functions and classes in the tree, which came by their names, with these.
-    """
-
-    tree: Any
-    types: tuple[Type, ...]
-    named: tuple[tuple[tuple[str, str], Any], ...]
 
 
 class Layouts:
@@ -92,20 +80,21 @@ class Layouts:
         if form != LAID_OUT:
             with arrays.as_numpy(below):
                 return tuple(key), self._codec.decode(Parcel(rest, parcel.buffers, parcel.attached))
-        layout = self._read(bytes(rest))
-        if not all(import_path(one) == path for path, one in layout.named):  # a cell of a notebook has defined it again
+        tree, types, named = self._read(bytes(rest))
+        if not all(import_path(one) == path for path, one in named):  # a cell of a notebook has defined it again
             self._read.cache_clear()
-            layout = self._read(bytes(rest))
+            tree, types, _ = self._read(bytes(rest))
         leaves = [
             (arrays.rebuild_jax if is_jax and data.nbytes >= below else arrays.rebuild_numpy)(data, dtype, shape)
-            for (is_jax, dtype, shape), data in zip(layout.types, parcel.buffers, strict=True)
+            for (is_jax, dtype, shape), data in zip(types, parcel.buffers, strict=True)
         ]
-        return tuple(key), jax.tree.unflatten(layout.tree, leaves)
+        return tuple(key), jax.tree.unflatten(tree, leaves)
 
-    def _decoded(self, written: bytes) -> Layout:
+    def _decoded(self, written: bytes) -> tuple[Any, tuple[Type, ...], list[tuple[Any, Any]]]:
+        """Return a layout that arrived, and the functions and classes in it by their names."""
         example, types = self._codec.decode(Parcel(written, []))
-        named = ((import_path(one), one) for one in functions_in(example))
-        return Layout(jax.tree.structure(example), types, tuple((path, one) for path, one in named if path is not None))
+        named = [(import_path(one), one) for one in functions_in(example)]
+        return jax.tree.structure(example), types, [one for one in named if one[0] is not None]
 
 
 def _stream(key: tuple[int, ...], form: int, rest: Any) -> memoryview:

@@ -77,7 +77,13 @@ def map(
     for worker in chosen:
         here.run(functools.partial(feed.keep_busy, worker, scope))
     found = feed.results(in_order=in_order, return_exceptions=return_exceptions)
-    return found if progress is False else with_bar(found, len(tasks), describe(fn) if progress is True else progress)
+    if progress is False:
+        return found
+    from rich.console import Console
+    from rich.progress import track
+
+    text = describe(fn) if progress is True else progress
+    return iter(track(found, text, total=len(tasks), console=Console(stderr=True)))
 
 
 class Feed:
@@ -131,10 +137,3 @@ class Feed:
                 yield result if error is None else error
         finally:
             self._left.clear()
-
-
-def with_bar(results: Iterator[Any], count: int, text: str) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(results, text, total=count, console=Console(stderr=True))

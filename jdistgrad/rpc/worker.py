@@ -56,12 +56,13 @@ class Worker(Mailbox):
         if call.peer.rank in self.peers.lost:
             raise errors.WorkerLostError(f"{call}: {self.peers.lost[call.peer.rank]}", worker=call.peer)
 
-    def _lost(self, peer: WorkerInfo, why: str) -> None:
+    def _lost(self, peer: WorkerInfo, reason: str) -> None:
         """Fail the calls and collectives that wait for a lost worker, and do without it from now on."""
+        why = self.peers.lost[peer.rank]
         self.calls.fail_all(lambda call: errors.WorkerLostError(f"{call}: {why}", worker=peer), peer.rank)
         self.watchdog.lost(peer.rank, why)
         self.closing.lose(peer.rank)
-        self.losses.lose(peer)
+        self.losses.lose(peer.rank, reason)
 
     def lost(self, peer: int, why: str) -> None:
         self.peers.silent.discard(peer)
@@ -142,9 +143,9 @@ class Worker(Mailbox):
         elif message.kind is Kind.SETTLE:
             self.losses.settled(message)
         elif message.kind is Kind.PARTAKE:
-            return self.losses.takes_part(message)
+            return self.work.counted(functools.partial(self.losses.takes_part, message))
         elif message.kind is Kind.BREAK:
-            return self.losses.broken(message)
+            return self.work.counted(functools.partial(self.losses.broken, message))
         else:
             self.losses.forget(message)
         return None

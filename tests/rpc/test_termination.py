@@ -181,7 +181,7 @@ def test_whom_and_what_it_waits_for(reports, said):
 
 
 def times(patience, looks):
-    return [now for now, reports in looks if patience.wants_to_look(now) and patience.ends(reports, now)]
+    return [now for now, reports in looks if now >= patience.next_look and patience.ends(reports, now)]
 
 
 def test_it_speaks_when_all_want_to_close_whatever_moves():

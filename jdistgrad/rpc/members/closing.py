@@ -169,7 +169,7 @@ class Closing:
     def _log_wait(self) -> None:
         """Warn, now and then, of what the shutdown waits for; only the lowest rank in ``shutdown`` does so."""
         now, mailbox = time.monotonic(), self._mailbox
-        if not self._patience.wants_to_look(now):
+        if now < self._patience.next_look:
             return
         reports = self._reports()
         lowest = min((rank for rank, report in reports.items() if report.closing), default=None)

@@ -59,10 +59,10 @@ class Peers:
     """A worker's knowledge of its peers.
 
     Arguments:
-      tell: called with each worker that is given up, and the reason.
+      tell: called with each worker that is given up, each time, and the reason.
 
     Attributes:
-      lost: the ranks that have been given up, each with the name and the reason. ``reasons``: the reasons alone.
+      lost: the ranks that have been given up, each with the name and the reason.
       silent: the ranks that were given up because they gave no sign of life, and may still be there.
       left: whether this worker has begun to tell the others that it leaves.
     """
@@ -71,7 +71,6 @@ class Peers:
         self._mailbox, self._tell = mailbox, tell
         self.liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
         self.lost: dict[int, str] = {}
-        self.reasons: dict[int, str] = {}
         self.silent: set[int] = set()
         self.left = False
 
@@ -104,8 +103,8 @@ class Peers:
     def lose(self, peer: int, reason: str) -> None:
         """Give a peer up: present and later calls to it fail."""
         info = self._mailbox.directory.workers[peer]
-        self.reasons.setdefault(peer, reason)
-        self._tell(info, self.lost.setdefault(peer, f"{info} is lost: {self.reasons[peer]}"))
+        self.lost.setdefault(peer, f"{info} is lost: {reason}")
+        self._tell(info, reason)
 
     def leave(self, why: str) -> None:
         self.left, mailbox = True, self._mailbox

@@ -97,17 +97,12 @@ class Patience:
     """
 
     def __init__(self, seconds: float, now: float):
-        self._seconds, self._next_look, self._enough, self._still_since = seconds, now + seconds, seconds, now
+        self._seconds, self.next_look, self._enough, self._still_since = seconds, now + seconds, seconds, now
         self._before: Any = None
-
-    def wants_to_look(self, now: float) -> bool:
-        if now < self._next_look:
-            return False
-        self._next_look = now + self._seconds
-        return True
 
     def ends(self, reports: Mapping[int, Report], now: float) -> bool:
         """Return whether to log these reports now. If all workers want to close, movement does not postpone that."""
+        self.next_look = now + self._seconds
         moved = {rank: (report.sent, report.received) for rank, report in reports.items()}
         if moved != self._before and not all(report.closing for report in reports.values()):
             self._still_since = now
