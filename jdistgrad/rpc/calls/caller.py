@@ -20,12 +20,10 @@ from jdistgrad.rpc.futures import CallFuture, Outcome
 from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
-from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 
 AnyWorker = str | int | WorkerInfo
-Invocation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
+Invocation = tuple[Callable[..., Any], Args, Kwargs]
 
 CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError
 
@@ -112,19 +110,18 @@ class Caller:
 
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
         mailbox, peer = self._mailbox, pending.peer.rank
-        with put_off_interrupt():  # or a call that was not sent might stay in the table
+        try:
             self.pending.open(pending)
-            try:
-                self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
-                size = mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
-                self.pending.sent(pending, size)
-            except BaseException as error:
-                self.pending.close(pending.id)
-                if isinstance(error, CANNOT_BE_SENT):
-                    raise type(error)(f"cannot call {pending}: {error}") from error
-                if isinstance(error, errors.WorkerLostError) and error.worker == peer:  # transports know no names
-                    raise errors.WorkerLostError(f"{pending}: {error}", worker=pending.peer) from error
-                raise
+            self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
+            size = mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
+            self.pending.sent(pending, size)
+        except BaseException as error:
+            self.pending.close(pending.id)
+            if isinstance(error, CANNOT_BE_SENT):
+                raise type(error)(f"cannot call {pending}: {error}") from error
+            if isinstance(error, errors.WorkerLostError) and error.worker == peer:  # transports know no names
+                raise errors.WorkerLostError(f"{pending}: {error}", worker=pending.peer) from error
+            raise
 
     def answered(self, message: Message) -> None:
         """Complete a call by its RESULT or FAILURE. The thread that waits for the answer opens it, not this one."""
@@ -165,7 +162,7 @@ class Caller:
         pending.future.answer(opener, run)
 
 
-def scoped(call: Invocation, peer: int) -> Invocation | Scoped:
+def scoped(call: Invocation, peer: int) -> tuple[Any, ...]:
     """Return the call with the id of the scope it was made in, if any; the scope then includes the peer."""
     scope = current_scope()
     if scope is None:
