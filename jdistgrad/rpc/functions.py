@@ -127,12 +127,8 @@ def describe(function: Any) -> str:
     with contextlib.suppress(Exception):  # a callable object may raise anything when its name is read
         name = qualified_name(function)
         if name is not None:
-            return described(getattr(function, "__module__", None), name)
+            return f"{getattr(function, '__module__', None) or 'builtins'}.{name}"
     return type(function).__name__
-
-
-def described(module: str | None, qualname: str) -> str:
-    return f"{module or 'builtins'}.{qualname}"
 
 
 def import_path(function: Any) -> tuple[str, str] | None:

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -72,7 +71,7 @@ def map(
         chosen = [here.directory.find(one) for one in workers]
     if not chosen:
         raise ValueError("map: there must be at least one worker")
-    feed = Feed(lambda worker, task: rpc_sync(worker, fn, task, timeout=timeout), tasks, len(chosen))
+    feed = Feed(lambda worker, task: rpc_sync(worker, fn, task, timeout=timeout), tasks, chosen)
     scope = current_scope()
     for worker in chosen:
         here.run(functools.partial(feed.keep_busy, worker, scope))
@@ -92,14 +91,13 @@ class Feed:
     Arguments:
       call: calls the function on a worker, with the arguments of a task.
       tasks: the arguments of each call.
-      workers: the number of workers.
+      workers: those that are not lost.
     """
 
-    def __init__(self, call: Callable[[WorkerInfo, Any], Any], tasks: Sequence[Any], workers: int):
-        self._call, self._tasks = call, tasks
+    def __init__(self, call: Callable[[WorkerInfo, Any], Any], tasks: Sequence[Any], workers: Iterable[WorkerInfo]):
+        self._call, self._tasks, self._workers = call, tasks, set(workers)
         self._ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         self._left = collections.deque(range(len(tasks)))
-        self._workers, self._lock = workers, threading.Lock()
 
     def keep_busy(self, worker: WorkerInfo, scope: Scope | None) -> None:
         """Let a worker do tasks until all have been taken. A worker that is lost takes no more."""
@@ -111,8 +109,7 @@ class Feed:
                     result, error = None, raised
                 self._ended.put((number, result, error))
                 if isinstance(error, WorkerLostError) and error.worker == worker:
-                    with self._lock:
-                        self._workers -= 1
+                    self._workers.discard(worker)
                     if not self._workers:  # with the last worker, all tasks that are left fail
                         for left in emptied(self._left):
                             self._ended.put((left, None, error))

@@ -118,9 +118,10 @@ class Lost:
 
 
 def fed(call, count, names):
-    feed = Feed(call, list(range(count)), len(names))
-    for rank, name in enumerate(names):
-        feed.keep_busy(WorkerInfo(rank, name), None)
+    workers = [WorkerInfo(rank, name) for rank, name in enumerate(names)]
+    feed = Feed(call, list(range(count)), workers)
+    for worker in workers:
+        feed.keep_busy(worker, None)
     return list(feed.results(in_order=True, return_exceptions=True))
 
 

@@ -4,18 +4,14 @@ import dataclasses
 import math
 import threading
 import time
-import types
 from typing import Any
 
 from jdistgrad import events
 from jdistgrad.events import Event
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.functions import ServedFunction, describe, described
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import InterruptibleFuture
-
-# Of a function: the kind of the event, the name or its parts, the id in a context.
-Facts = tuple[str, str | tuple[str, str], int | None]
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -135,10 +131,8 @@ def call_served(identifier: int | None, function: Any, worker: WorkerInfo, since
         events.pass_on((_event, identifier, facts_of(function), worker, None, since, time.monotonic(), failed))
 
 
-def facts_of(function: Any) -> Facts:
-    """Return what an event says of a function. A plain function's name, of most calls, is put together later."""
-    if type(function) is types.FunctionType:
-        return events.SERVE, (function.__module__, function.__qualname__), None
+def facts_of(function: Any) -> tuple[str, str, int | None]:
+    """Return what an event says of a function: the event's kind, the function's name, and its id in a context."""
     if isinstance(function, ServedFunction):
         return function.served_as, function.label, function.recorded_as
     return events.SERVE, describe(function), None
@@ -153,5 +147,4 @@ def _event(*told: Any) -> Event:
         details["message"] = spell(message)
     if failed:
         details["failed"] = True
-    shown = name if isinstance(name, str) else described(*name)
-    return Event(kind, worker.rank, worker.name, shown, since, end, details)
+    return Event(kind, worker.rank, worker.name, name, since, end, details)
