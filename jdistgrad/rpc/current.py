@@ -1,7 +1,8 @@
 """The current worker and the current scope of running code.
 
 A process under mpirun is one worker. In a local world each worker has threads bound to it: the threads that serve its
-calls, and the thread that ``spawn`` starts. Every other thread has the worker of the process, if there is one.
+calls, and the thread that ``spawn`` starts, in which ``seat`` is its hub and rank. Every other thread has the worker of
+the process, if there is one.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from jdistgrad.errors import NotInitializedError
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.wire.interrupts import put_off_interrupt
+from jdistgrad.wire.local import Hub
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -28,7 +30,7 @@ T = TypeVar("T")
 Resident = Any  # a worker: a ``Mailbox``, of a layer above
 
 _bound: contextvars.ContextVar[Resident] = contextvars.ContextVar("jdistgrad_worker", default=None)
-_seated: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_seated", default=False)
+seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("jdistgrad_scope", default=None)
 _of_process: Resident = None
 _key_of_process: int | None = None
@@ -114,7 +116,7 @@ def current_resident() -> Resident:
 
 def find_resident() -> Resident:
     worker = _bound.get()
-    if worker is None and not _seated.get():
+    if worker is None and seat.get() is None:
         worker = _of_process
     return None if _left_behind else worker
 
@@ -198,11 +200,6 @@ def at(place: Origin, *, called_here: bool = False) -> Iterator[None]:
         _bound.reset(before[0])
         _scope.reset(before[1])
         _origin.reset(before[2])
-
-
-def detach_thread() -> None:
-    """Let this thread have a worker of its own or none, but not the worker of the process."""
-    _seated.set(True)
 
 
 def bind_thread(worker: Resident) -> None:

@@ -1,6 +1,5 @@
 """Opening and closing worlds: under mpirun, as threads of one process, in a notebook."""
 
-import contextvars
 import gc
 import logging
 import math
@@ -12,6 +11,7 @@ from jdistgrad._compat import forget_failed_effects
 from jdistgrad.config import settings
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
+from jdistgrad.rpc.current import seat
 from jdistgrad.rpc.directory import Names, WorkerInfo
 from jdistgrad.rpc.members.losses import Callback
 from jdistgrad.rpc.serving.failures import in_short, spelled
@@ -25,9 +25,6 @@ from jdistgrad.wire.local import Hub
 log = logging.getLogger("jdistgrad.rpc")
 
 _collecting = threading.Lock()  # one worker of this process at a time
-
-# In a thread that ``spawn`` started: its hub and rank.
-seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
 
 
 def init(
