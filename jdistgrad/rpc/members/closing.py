@@ -39,14 +39,7 @@ class Closing:
       gave_up: the error text of the latest ``run``, if it timed out.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        caller: Caller,
-        peers: Peers,
-        losses: Losses,
-        releasing: Releasing,
-    ):
+    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, losses: Losses, releasing: Releasing):
         self._mailbox, self._caller, self._peers = mailbox, caller, peers
         self._losses, self._releasing = losses, releasing
         self.wanted = self.only_serves = False

@@ -36,12 +36,7 @@ class Losses:
     """
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        peers: Peers,
-        references: References,
-        releasing: Releasing,
-        scopes: ScopeTable,
+        self, mailbox: Mailbox, peers: Peers, references: References, releasing: Releasing, scopes: ScopeTable
     ):
         self._mailbox, self._peers, self._references = mailbox, peers, references
         self._releasing, self._scopes = releasing, scopes
