@@ -184,7 +184,7 @@ def refuse_to_wait_for_itself(worker: Worker) -> None:
     running = worker.running_here()
     if running:
         raise errors.WorldError(
-            f"shutdown of {worker.info}: this thread runs {running[0]}, and shutdown would wait until that returns. "
+            f"shutdown of {worker.info}: this thread serves {running[0]}, and shutdown would wait until that returns. "
             "Let the function set a flag, and call shutdown in the program that called init."
         )
 
