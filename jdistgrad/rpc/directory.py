@@ -170,26 +170,22 @@ def facts_of_this_process() -> dict[str, str]:
 
 
 def name_of(names: Names, rank: int, size: int) -> str:
-    """Return the name of the worker of a rank.
+    """Return the name of the worker of a rank. It can stand in a message and on a command line.
 
     Arguments:
       names: the name, in which ``{rank}`` stands for the rank; the names of all ranks; a function of the rank; or None.
     """
+    name: Any = names
     if names is None:
-        return f"worker{rank}"
-    if isinstance(names, str):
-        return checked_name(names.replace("{rank}", str(rank)))
-    if callable(names):
-        return checked_name(names(rank))
-    if not isinstance(names, list | tuple):
-        return checked_name(names)  # which refuses it
-    if len(names) != size:
-        raise ValueError(f"init: there are {len(names)} names for a world of {size} workers. Give one for each rank.")
-    return checked_name(names[rank])
-
-
-def checked_name(name: Any) -> str:
-    """Return a worker's name. Raises ValueError unless it can stand in a message and on a command line."""
+        name = f"worker{rank}"
+    elif isinstance(names, str):
+        name = names.replace("{rank}", str(rank))
+    elif callable(names):
+        name = names(rank)
+    elif isinstance(names, list | tuple):
+        if len(names) != size:
+            raise ValueError(f"init: there are {len(names)} names for {size} workers. Give one for each rank.")
+        name = names[rank]
     if isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable() and " " not in name:
         return name
     raise ValueError(
