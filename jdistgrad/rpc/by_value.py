@@ -241,12 +241,10 @@ def jitted(function: Callable[..., Any], numbers: tuple[int, ...], names: tuple[
 
 def _module_with_file(function: types.FunctionType) -> str | None:
     """Return the name of the module whose globals a function uses, if it can be imported elsewhere."""
-    name = function.__globals__.get("__name__")
-    if name == "__main__":
-        return None
-    module = sys.modules.get(name) if isinstance(name, str) else None
+    name = str(function.__globals__.get("__name__"))
+    module = sys.modules.get(name)
     has_file = module is not None and getattr(module, "__file__", None) and vars(module) is function.__globals__
-    return name if has_file else None
+    return name if has_file and name != "__main__" else None
 
 
 def _with_globals_of(module: str, function: types.FunctionType) -> Any:
