@@ -32,13 +32,14 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         super().__init__()
         self._wait_for = wait_for
         self._open: Callable[[], Outcome] | None = None  # of an answer that nobody has read
-        self._outcome: Outcome = None, None
         self._opening = threading.Lock()
         self._has_callbacks = False
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         with self._opening:
             self._has_callbacks = True
+        if self.done():
+            self._read()
         super().add_done_callback(fn)
 
     def answer(self, opener: Callable[[], Outcome], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
@@ -49,13 +50,29 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         """
         if not super().set_running_or_notify_cancel():
             return
-        complete = super().set_result  # the result is read from the answer
         with self._opening:
             self._open = opener
             if not self._has_callbacks:
-                complete(cast("T", None))
+                super().set_result(cast("T", None))  # until somebody asks for the result
                 return
-        run_elsewhere(lambda: complete(cast("T", None)))
+        run_elsewhere(self._complete)
+
+    def _complete(self) -> None:
+        """Complete the future with what its callbacks read, which may be code of others."""
+        self._read()
+        if self._exception is None:
+            super().set_result(cast("T", self._result))
+        else:
+            super().set_exception(self._exception)
+
+    def _read(self) -> None:
+        with self._opening:
+            if self._open is not None:
+                try:
+                    self._result, self._exception = self._open()
+                except BaseException as error:
+                    self._exception = error.with_traceback(None)  # which would refer to this future
+                self._open = None
 
     def _refuse(self, *_: Any) -> Never:
         raise TypeError("only the answer to its call completes a CallFuture; cancel() ends the wait for it")
@@ -67,8 +84,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     def result(self, timeout: float | None = None) -> T:
         error = self.exception(timeout)  # the base class would ask a user's exception for its truth value
         if error is None:
-            value: T = self._outcome[0]
-            return value
+            return cast("T", self._result)
         try:
             raise error
         finally:
@@ -78,14 +94,8 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         start = time.monotonic()
         self._wait_for((self,), timeout)
         super().exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - start)))
-        with self._opening:
-            if self._open is not None:
-                try:
-                    self._outcome = self._open()
-                except BaseException as error:
-                    self._outcome = None, error.with_traceback(None)  # which would refer to this future
-                self._open = None
-            return self._outcome[1]
+        self._read()
+        return self._exception
 
     def then(self, fn: Callable[[T], U]) -> "CallFuture[U]":
         """Return a future of ``fn`` applied to the result. If the call failed, ``fn`` is not called.

@@ -1,5 +1,6 @@
 """Futures that calls return, and futures that served functions return as their answers."""
 
+import asyncio
 import concurrent.futures
 import threading
 import time
@@ -49,6 +50,16 @@ def test_callbacks_may_call(world):
     future = jd.rpc_async(peers()[0], slow_square, args=(3,))
     future.add_done_callback(chained)
     assert outcome.result(20) == 81
+
+
+@on_worker0
+def test_asyncio_awaits_the_future_of_a_call(world):
+    async def answer(function, argument):
+        return await asyncio.wrap_future(jd.rpc_async(peers()[0], function, args=(argument,)))
+
+    assert asyncio.run(answer(square, 3)) == 9
+    with pytest.raises(KeyError):
+        asyncio.run(answer(fail, "here"))
 
 
 def fail(text):
