@@ -28,6 +28,7 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import JITTED, import_path, lookup, registered, registered_name, shown_as
 from jdistgrad.rpc.mailbox import current_part, find_mailbox
 from jdistgrad.rpc.references.claims import encoding
+from jdistgrad.rpc.traced_hook import EMPTY
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.arrays import ArrayBlock
 
@@ -248,12 +249,7 @@ def _module_with_file(function: types.FunctionType) -> str | None:
 
 
 def _with_globals_of(module: str, function: types.FunctionType) -> Any:
-    cells = list[tuple[Any, ...]]()
-    for cell in function.__closure__ or ():
-        try:
-            cells.append((cell.cell_contents,))
-        except ValueError:  # empty
-            cells.append(())
+    cells = [() if cell == EMPTY else (cell.cell_contents,) for cell in function.__closure__ or ()]
     names = function.__name__, function.__qualname__, function.__module__
     rest = function.__defaults__, function.__kwdefaults__, function.__dict__
     return make, (module, function.__code__, len(cells)), (cells, names, rest), None, None, complete
