@@ -13,7 +13,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -21,16 +21,17 @@ from jdistgrad.errors import NotInitializedError
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.local import Hub
+
+if TYPE_CHECKING:
+    from jdistgrad.wire.local import Hub
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-
 Resident = Any  # a worker: a ``Mailbox``, of a layer above
 
 _bound: contextvars.ContextVar[Resident] = contextvars.ContextVar("jdistgrad_worker", default=None)
-seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
+seat: "contextvars.ContextVar[tuple[Hub, int] | None]" = contextvars.ContextVar("jdistgrad_seat", default=None)
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("jdistgrad_scope", default=None)
 _of_process: Resident = None
 _key_of_process: int | None = None
