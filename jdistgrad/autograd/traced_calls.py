@@ -22,7 +22,7 @@ from jdistgrad.wire.ids import as_token
 
 
 class TracedCalls:
-    """What rpc hands over traced calls to."""
+    """The ``TracedCallHandler`` to which rpc hands over traced calls."""
 
     def rpc_sync(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         peer, results = current_worker().directory.find(to), Results()

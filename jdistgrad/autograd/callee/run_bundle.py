@@ -16,7 +16,7 @@ from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.primitive import has_wire
 from jdistgrad.autograd.values.results import as_jax, made, strong
 from jdistgrad.rpc.by_value import OWN, Cached
-from jdistgrad.rpc.calls.pending import call_served
+from jdistgrad.rpc.calls.pending import task_served
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import ArrayBlock
@@ -171,7 +171,7 @@ class BundleRun(ServedFunction):
             return arrays
         finally:
             if len(self._functions) > 1:
-                call_served(None, task, current_worker().info, since, failed=failed)
+                task_served(task, current_worker().info, since, failed=failed)
 
     def _task(self, turn: int) -> Any:
         return self._bundle.value.stops[turn].task(self._functions[turn], self._numbers[turn], (*self._place, turn))

@@ -1,6 +1,7 @@
 """Pending calls and their deadlines, a state machine without clock or I/O; and the events of calls."""
 
 import dataclasses
+import functools
 import math
 import threading
 import time
@@ -129,6 +130,9 @@ def call_served(identifier: int | None, function: Any, worker: WorkerInfo, since
     """Report a call on its callee, from its arrival to the sending of the answer; without an id a part of one."""
     if events.sink is not None:
         events.pass_on((_event, identifier, facts_of(function), worker, None, since, time.monotonic(), failed))
+
+
+task_served = functools.partial(call_served, None)
 
 
 def facts_of(function: Any) -> tuple[str, str, int | None]:
