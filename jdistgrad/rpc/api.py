@@ -14,27 +14,21 @@ from jdistgrad.rpc.references.rref import RRef
 T = TypeVar("T")
 
 # A function that returns a future is answered with the future's result: each function here has two types.
+Args = Sequence[Any]
+Kwargs = Mapping[str, Any] | None
+Seconds = float | None
+Workers = Iterable[AnyWorker] | None
 
 
 @overload
 def rpc_sync(
-    to: AnyWorker,
-    fn: Callable[..., Future[T]],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
+    to: AnyWorker, fn: Callable[..., Future[T]], args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None
 ) -> T: ...
 
 
 @overload
 def rpc_sync(
-    to: AnyWorker,
-    fn: Callable[..., T],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
+    to: AnyWorker, fn: Callable[..., T], args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None
 ) -> T: ...
 
 
@@ -72,23 +66,13 @@ def rpc_sync(
 
 @overload
 def rpc_async(
-    to: AnyWorker,
-    fn: Callable[..., Future[T]],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
+    to: AnyWorker, fn: Callable[..., Future[T]], args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None
 ) -> CallFuture[T]: ...
 
 
 @overload
 def rpc_async(
-    to: AnyWorker,
-    fn: Callable[..., T],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
+    to: AnyWorker, fn: Callable[..., T], args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None
 ) -> CallFuture[T]: ...
 
 
@@ -116,23 +100,13 @@ def rpc_async(
 
 @overload
 def rpc_all(
-    workers: Iterable[AnyWorker] | None,
-    fn: Callable[..., Future[T]],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
+    workers: Workers, fn: Callable[..., Future[T]], args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None
 ) -> CallFutures[T]: ...
 
 
 @overload
 def rpc_all(
-    workers: Iterable[AnyWorker] | None,
-    fn: Callable[..., T],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
+    workers: Workers, fn: Callable[..., T], args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None
 ) -> CallFutures[T]: ...
 
 
@@ -158,31 +132,19 @@ def rpc_all(
       >>> jd.rpc_all(["worker1", "worker2"], jnp.add, args=(1, 2)).result()
       [Array(3, dtype=int32, weak_type=True), Array(3, dtype=int32, weak_type=True)]
     """
-    if isinstance(workers, str):
-        raise TypeError(f"rpc_all takes a list of workers: for a single one, [{workers!r}]")
     chosen = current_mailbox().directory.workers if workers is None else tuple(workers)
     return CallFutures(rref.rpc_all(chosen, fn, checked(fn, args, others), dict(kwargs or {}), timeout))
 
 
 @overload
 def remote(
-    to: AnyWorker,
-    fn: Callable[..., Future[T]],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
+    to: AnyWorker, fn: Callable[..., Future[T]], args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None
 ) -> RRef[T]: ...
 
 
 @overload
 def remote(
-    to: AnyWorker,
-    fn: Callable[..., T],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
+    to: AnyWorker, fn: Callable[..., T], args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None
 ) -> RRef[T]: ...
 
 

@@ -28,6 +28,7 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import JITTED, import_path, lookup, registered, registered_name, shown_as
 from jdistgrad.rpc.mailbox import current_part, find_mailbox
 from jdistgrad.rpc.references.claims import encoding
+from jdistgrad.rpc.traced_hook import EMPTY
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.arrays import ArrayBlock
 
@@ -120,10 +121,10 @@ class ObjectPickler(cloudpickle.Pickler):
 
     def of_program(self, value: Any, path: Path) -> Any:
         like, mailbox = likeness(value), find_mailbox()
-        if mailbox is None or (path, like) in _asked_for:
-            code = code_of(value)
-            return self.by_value(value) if code is None else (own_or_sent, (*path, like, code))
-        return own_or_asked, (*path, like, mailbox.rank)
+        if mailbox is not None and (path, like) not in _asked_for:
+            return own_or_sent, (*path, like, None, mailbox.rank)
+        code = code_of(value)
+        return self.by_value(value) if code is None else (own_or_sent, (*path, like, code))
 
     def by_value(self, value: Any) -> Any:
         """Return how to pickle a function or class from what it is made of."""
@@ -173,19 +174,19 @@ def from_code(code: bytes) -> Any:
     return pickle.loads(code)
 
 
-def own_or_sent(module: str, qualname: str, like: int, code: bytes) -> Any:
-    """Return this worker's own function or class of this name, if it is alike, or else the one that was sent."""
-    own = _own(module, qualname, like)
-    return from_code(code) if own is None else own
+def own_or_sent(module: str, qualname: str, like: int, code: bytes | None, rank: int = 0) -> Any:
+    """Return this worker's own function or class of this name, if it is alike, or else that of the sender.
 
-
-def own_or_asked(module: str, qualname: str, like: int, rank: int) -> Any:
-    """Return this worker's own function or class of this name, if it is alike, or else ask the sender for it."""
+    Arguments:
+      code: the sender's, by value; None if it is to be asked for it, by its ``rank``.
+    """
     own = _own(module, qualname, like)
     if own is not None:
         return own
-    with within(None):
-        return from_code(current_part(Caller).rpc_sync(rank, code_of_own, (module, qualname, like), {}, None))
+    if code is None:
+        with within(None):
+            code = current_part(Caller).rpc_sync(rank, code_of_own, (module, qualname, like), {}, None)
+    return from_code(code)
 
 
 def _own(module: str, qualname: str, like: int) -> Any:
@@ -241,21 +242,14 @@ def jitted(function: Callable[..., Any], numbers: tuple[int, ...], names: tuple[
 
 def _module_with_file(function: types.FunctionType) -> str | None:
     """Return the name of the module whose globals a function uses, if it can be imported elsewhere."""
-    name = function.__globals__.get("__name__")
-    if name == "__main__":
-        return None
-    module = sys.modules.get(name) if isinstance(name, str) else None
+    name = str(function.__globals__.get("__name__"))
+    module = sys.modules.get(name)
     has_file = module is not None and getattr(module, "__file__", None) and vars(module) is function.__globals__
-    return name if has_file else None
+    return name if has_file and name != "__main__" else None
 
 
 def _with_globals_of(module: str, function: types.FunctionType) -> Any:
-    cells = list[tuple[Any, ...]]()
-    for cell in function.__closure__ or ():
-        try:
-            cells.append((cell.cell_contents,))
-        except ValueError:  # empty
-            cells.append(())
+    cells = [() if cell == EMPTY else (cell.cell_contents,) for cell in function.__closure__ or ()]
     names = function.__name__, function.__qualname__, function.__module__
     rest = function.__defaults__, function.__kwdefaults__, function.__dict__
     return make, (module, function.__code__, len(cells)), (cells, names, rest), None, None, complete

@@ -1,7 +1,8 @@
 """The current worker and the current scope of running code.
 
 A process under mpirun is one worker. In a local world each worker has threads bound to it: the threads that serve its
-calls, and the thread that ``spawn`` starts. Every other thread has the worker of the process, if there is one.
+calls, and the thread that ``spawn`` starts, in which ``seat`` is its hub and rank. Every other thread has the worker of
+the process, if there is one.
 """
 
 import contextlib
@@ -12,36 +13,27 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
 from jdistgrad.errors import NotInitializedError
-from jdistgrad.rpc.directory import Directory, WorkerInfo
+from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.wire.interrupts import put_off_interrupt
+
+if TYPE_CHECKING:
+    from jdistgrad.wire.local import Hub
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+Resident = Any  # a worker: a ``Mailbox``, of a layer above
 
-class Resident(Protocol):
-    """The attributes of a worker that this module needs."""
-
-    info: WorkerInfo
-    directory: Directory
-    device: Any
-    slots: "Slots"
-    closed: bool
-    failure: BaseException | None
-    hands_over: bool
-    work: Any
-
-
-_bound: contextvars.ContextVar[Resident | None] = contextvars.ContextVar("jdistgrad_worker", default=None)
-_seated: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_seated", default=False)
+_bound: contextvars.ContextVar[Resident] = contextvars.ContextVar("jdistgrad_worker", default=None)
+seat: "contextvars.ContextVar[tuple[Hub, int] | None]" = contextvars.ContextVar("jdistgrad_seat", default=None)
 _scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("jdistgrad_scope", default=None)
-_of_process: Resident | None = None
+_of_process: Resident = None
 _key_of_process: int | None = None
 _left_behind: str | None = None  # in a forked process: the error text that says so, with the remedy
 
@@ -60,7 +52,6 @@ _choosing = threading.Lock()
 # trace key of the worker that compiled it, and the slot that each open scope has while a thread is in it. The first
 # slot is not part of the trace key, so JAX compiles again only for scopes that are open at the same time.
 _slot_key = jax.make_user_context(default_value=0)
-_origin: contextvars.ContextVar["Origin"] = contextvars.ContextVar("jdistgrad_origin")
 
 
 class Origin(NamedTuple):
@@ -70,9 +61,13 @@ class Origin(NamedTuple):
     slot: int
 
 
-Seat = tuple[WorkerInfo, tuple[WorkerInfo, ...]]  # a worker, and all workers of its world
-
 NOWHERE = Origin(None, 0)
+_origin: contextvars.ContextVar[Origin] = contextvars.ContextVar("jdistgrad_origin", default=NOWHERE)
+
+current_scope = _scope.get
+origin = _origin.get  # of this code, for callbacks of programs compiled here
+
+Seat = tuple[WorkerInfo, tuple[WorkerInfo, ...]]  # a worker, and all workers of its world
 
 _workers: "weakref.WeakValueDictionary[int, Resident]" = weakref.WeakValueDictionary()
 
@@ -87,13 +82,12 @@ class Slots:
 
     def take(self, scope: Scope) -> int:
         with self._lock:
-            slot = next((k for k, one in enumerate(self._scopes) if one is scope), None)
-            if slot is None:
+            if scope not in self._scopes:
                 if None not in self._scopes:
                     self._scopes.append(None)
                     self._threads.append(0)
-                slot = self._scopes.index(None)
-                self._scopes[slot] = scope
+                self._scopes[self._scopes.index(None)] = scope
+            slot = self._scopes.index(scope)
             self._threads[slot] += 1
             return slot
 
@@ -121,9 +115,9 @@ def current_resident() -> Resident:
     return worker
 
 
-def find_resident() -> Resident | None:
+def find_resident() -> Resident:
     worker = _bound.get()
-    if worker is None and not _seated.get():
+    if worker is None and seat.get() is None:
         worker = _of_process
     return None if _left_behind else worker
 
@@ -132,10 +126,6 @@ def is_stray_thread() -> bool:
     """Return whether this thread belongs to no worker, while other threads of this process are workers of a world."""
     others = [worker for worker in list(_workers.values()) if not worker.closed and worker.failure is None]
     return bool(others) and threading.current_thread() is not threading.main_thread()
-
-
-def current_scope() -> Scope | None:
-    return _scope.get()
 
 
 class within:  # noqa: N801 used like a function; a generator would take twice as long
@@ -183,8 +173,7 @@ def once_for_all(function: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        found = _origin.get(NOWHERE)
-        if found == NOWHERE and _key_of_process is None:
+        if origin() == NOWHERE and _key_of_process is None:
             return function(*args, **kwargs)
         with _trace_key(None), _slot_key(0):
             return function(*args, **kwargs)
@@ -192,36 +181,26 @@ def once_for_all(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-def origin() -> Origin:
-    """Return the origin of this code, for callbacks of programs compiled here."""
-    return _origin.get(NOWHERE)
-
-
 @contextlib.contextmanager
-def at(origin: Origin, *, called_here: bool = False) -> Iterator[None]:
+def at(place: Origin, *, called_here: bool = False) -> Iterator[None]:
     """Let the block, on any thread, belong to the worker and scope of an origin.
 
     ``called_here``: the block's own scope is that of the code that has called the compiled function. The origin's slot
     may meanwhile be another's: code in no scope has the first slot too, and a function compiled ahead of time keeps its
     slot.
     """
-    worker = _of_process if origin.key is None else _workers.get(origin.key)
+    worker = _of_process if place.key is None else _workers.get(place.key)
     if worker is None or _left_behind:
         why = _left_behind or "the world it was compiled in is closed"
         raise NotInitializedError(f"a compiled function was called outside of any world: {why}")
-    scope = _scope.get() if called_here and find_resident() is worker else worker.slots.at(origin.slot)
-    before = _bound.set(worker), _scope.set(scope), _origin.set(origin)
+    scope = _scope.get() if called_here and find_resident() is worker else worker.slots.at(place.slot)
+    before = _bound.set(worker), _scope.set(scope), _origin.set(place)
     try:
         yield
     finally:
         _bound.reset(before[0])
         _scope.reset(before[1])
         _origin.reset(before[2])
-
-
-def detach_thread() -> None:
-    """Let this thread have a worker of its own or none, but not the worker of the process."""
-    _seated.set(True)
 
 
 def bind_thread(worker: Resident) -> None:
@@ -241,7 +220,7 @@ def _key_of(worker: Resident) -> int:
         keys = _trace_keys.setdefault((worker.info, worker.directory.workers), [])
         users = {key: _workers.get(key) for key in keys}
         own = [key for key, user in users.items() if user is worker]
-        free = [key for key, user in users.items() if user is None or (user.closed and not user.work.serves_any)]
+        free = [key for key, user in users.items() if user is None or (user.closed and not any(user.work.serving))]
         key = (own or free or [next(_new_keys)])[0]
         if key not in users:
             keys.append(key)

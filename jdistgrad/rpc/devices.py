@@ -8,10 +8,8 @@ import pathlib
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
 from jdistgrad._compat import backends_are_initialized, configured
-from jdistgrad.wire.arrays import identity
 
 log = logging.getLogger("jdistgrad")
 
@@ -126,7 +124,3 @@ def device_of_local_worker(rank: int) -> jax.Device | None:
     """Return the device of a worker that shares its process with others, or None if the process has only one device."""
     devices = jax.local_devices()
     return devices[rank % len(devices)] if len(devices) > 1 else None
-
-
-def finish_programs_of_this_thread() -> None:
-    identity(np.float32(0)).block_until_ready()

@@ -10,7 +10,7 @@ import platform
 import reprlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jaxlib.version
@@ -50,11 +50,6 @@ class WorkerInfo:
     def __str__(self) -> str:
         return f"{self.name} (rank {self.rank})"
 
-    if not TYPE_CHECKING:
-
-        def __call__(self) -> Any:
-            raise TypeError(f"{self} is a WorkerInfo, not a function: write rref.owner without parentheses")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hello:
@@ -82,8 +77,6 @@ class Hello:
 
 
 class Directory:
-    """The workers of a world, found by rank, name or info."""
-
     def __init__(self, names: Sequence[str]):
         self.workers = tuple(WorkerInfo(rank, name) for rank, name in enumerate(names))
         self._by_name = {worker.name: worker for worker in self.workers}
@@ -176,31 +169,23 @@ def facts_of_this_process() -> dict[str, str]:
     return found
 
 
-def check_names(names: Any) -> None:
-    """Raise ValueError unless the name of a worker can be found from this, once the rank is known."""
-    if isinstance(names, WorkerInfo) or not (names is None or callable(names) or isinstance(names, list | tuple)):
-        checked_name(names)
-
-
 def name_of(names: Names, rank: int, size: int) -> str:
-    """Return the name of the worker of a rank.
+    """Return the name of the worker of a rank. It can stand in a message and on a command line.
 
     Arguments:
       names: the name, in which ``{rank}`` stands for the rank; the names of all ranks; a function of the rank; or None.
     """
+    name: Any = names
     if names is None:
-        return f"worker{rank}"
-    if isinstance(names, str):
-        return checked_name(names.replace("{rank}", str(rank)))
-    if callable(names):
-        return checked_name(names(rank))
-    if len(names) != size:
-        raise ValueError(f"init: there are {len(names)} names for a world of {size} workers. Give one for each rank.")
-    return checked_name(names[rank])
-
-
-def checked_name(name: Any) -> str:
-    """Return a worker's name. Raises ValueError unless it can stand in a message and on a command line."""
+        name = f"worker{rank}"
+    elif isinstance(names, str):
+        name = names.replace("{rank}", str(rank))
+    elif callable(names):
+        name = names(rank)
+    elif isinstance(names, list | tuple):
+        if len(names) != size:
+            raise ValueError(f"init: there are {len(names)} names for {size} workers. Give one for each rank.")
+        name = names[rank]
     if isinstance(name, str) and 0 < len(name) <= LONGEST_NAME and name.isprintable() and " " not in name:
         return name
     raise ValueError(

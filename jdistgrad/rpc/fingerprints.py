@@ -5,11 +5,11 @@ import pickle
 import types
 from typing import Any
 
-from jdistgrad.rpc.functions import JITTED
+import jax
 
 ALIKE = ("builtins", "jax", "jaxlib", "jdistgrad", "ml_dtypes", "numpy")  # packages whose equal values are alike
 
-FOUND_BY_NAME = types.FunctionType | types.BuiltinFunctionType | type | types.ModuleType | JITTED
+FOUND_BY_NAME = types.FunctionType | types.BuiltinFunctionType | type | types.ModuleType | type(jax.jit(abs))
 
 
 def fingerprint(value: Any) -> Any:

@@ -1,5 +1,7 @@
 """The functions that may be called: what describes one, and those that both sides registered under a name."""
 
+import contextlib
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -38,7 +40,6 @@ class ServedFunction:
 
     @property
     def label(self) -> str:
-        """Return the function's name, for people to read."""
         return type(self).__name__
 
     @property
@@ -123,17 +124,11 @@ def describe(function: Any) -> str:
         return function.label
     if id(function) in _shown:
         return _shown[id(function)]
-    try:
+    with contextlib.suppress(Exception):  # a callable object may raise anything when its name is read
         name = qualified_name(function)
         if name is not None:
-            return described(getattr(function, "__module__", None), name)
-    except Exception:  # a callable object may raise anything when its name is read
-        return type(function).__name__
+            return f"{getattr(function, '__module__', None) or 'builtins'}.{name}"
     return type(function).__name__
-
-
-def described(module: str | None, qualname: str) -> str:
-    return f"{module or 'builtins'}.{qualname}"
 
 
 def import_path(function: Any) -> tuple[str, str] | None:
@@ -141,9 +136,7 @@ def import_path(function: Any) -> tuple[str, str] | None:
     module: Any = getattr(function, "__module__", None)
     qualname: Any = qualified_name(function)
     try:
-        found: Any = sys.modules[module]
-        for part in qualname.split("."):
-            found = getattr(found, part)
+        found = operator.attrgetter(qualname)(sys.modules[module])
     except (AttributeError, KeyError, TypeError):
         return None
     return (module, qualname) if found is function else None
@@ -155,7 +148,4 @@ def lookup(module: str, qualname: str) -> Any:
     A module is in ``sys.modules`` as soon as its import has begun: only ``__import__`` waits for another thread's.
     """
     __import__(module)
-    found: Any = sys.modules[module]
-    for part in qualname.split("."):
-        found = getattr(found, part)
-    return found
+    return operator.attrgetter(qualname)(sys.modules[module])

@@ -12,16 +12,6 @@ from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.wire.interrupts import InterruptibleFuture
 
-IS_ASYNC = (
-    "is an async function, whose coroutine nobody would await on the worker that is called. Call a function that runs "
-    "it: asyncio.run(...)."
-)
-
-COMPLETED_BY_ANSWER = (
-    "only the answer to its call completes a CallFuture. cancel() ends the wait for it, then(fn) makes another result "
-    "of it; a concurrent.futures.Future of your own takes any result."
-)
-
 T = TypeVar("T")
 U = TypeVar("U")
 
@@ -42,13 +32,14 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         super().__init__()
         self._wait_for = wait_for
         self._open: Callable[[], Outcome] | None = None  # of an answer that nobody has read
-        self._outcome: Outcome = None, None
         self._opening = threading.Lock()
         self._has_callbacks = False
 
     def add_done_callback(self, fn: Callable[[concurrent.futures.Future[T]], object]) -> None:
         with self._opening:
             self._has_callbacks = True
+        if self.done():
+            self._read()
         super().add_done_callback(fn)
 
     def answer(self, opener: Callable[[], Outcome], run_elsewhere: Callable[[Callable[[], Any]], None]) -> None:
@@ -59,16 +50,32 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         """
         if not super().set_running_or_notify_cancel():
             return
-        complete = super().set_result  # the result is read from the answer
         with self._opening:
             self._open = opener
             if not self._has_callbacks:
-                complete(cast("T", None))
+                super().set_result(cast("T", None))  # until somebody asks for the result
                 return
-        run_elsewhere(lambda: complete(cast("T", None)))
+        run_elsewhere(self._complete)
+
+    def _complete(self) -> None:
+        """Complete the future with what its callbacks read, which may be code of others."""
+        self._read()
+        if self._exception is None:
+            super().set_result(cast("T", self._result))
+        else:
+            super().set_exception(self._exception)
+
+    def _read(self) -> None:
+        with self._opening:
+            if self._open is not None:
+                try:
+                    self._result, self._exception = self._open()
+                except BaseException as error:
+                    self._exception = error.with_traceback(None)  # which would refer to this future
+                self._open = None
 
     def _refuse(self, *_: Any) -> Never:
-        raise TypeError(COMPLETED_BY_ANSWER)
+        raise TypeError("only the answer to its call completes a CallFuture; cancel() ends the wait for it")
 
     set_result: Any = _refuse
     set_exception: Any = _refuse
@@ -77,8 +84,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     def result(self, timeout: float | None = None) -> T:
         error = self.exception(timeout)  # the base class would ask a user's exception for its truth value
         if error is None:
-            value: T = self._result
-            return value
+            return cast("T", self._result)
         try:
             raise error
         finally:
@@ -87,17 +93,9 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         start = time.monotonic()
         self._wait_for((self,), timeout)
-        return super().exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - start)))
-
-    def _opened(self) -> Outcome:
-        with self._opening:
-            if self._open is not None:
-                try:
-                    self._outcome = self._open()
-                except BaseException as error:
-                    self._outcome = None, error.with_traceback(None)  # which would refer to this future
-                self._open = None
-            return self._outcome
+        super().exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - start)))
+        self._read()
+        return self._exception
 
     def then(self, fn: Callable[[T], U]) -> "CallFuture[U]":
         """Return a future of ``fn`` applied to the result. If the call failed, ``fn`` is not called.
@@ -119,30 +117,6 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
 
         self.add_done_callback(run)
         return after
-
-    # The base class reads its result and its exception here, so ``Future.result(future)`` opens the answer too.
-
-    @property
-    def _result(self) -> Any:
-        return self._opened()[0]
-
-    @_result.setter
-    def _result(self, value: Any) -> None:
-        pass  # only notes that the future is done
-
-    @property
-    def _exception(self) -> BaseException | None:
-        return self._opened()[1]
-
-    @_exception.setter
-    def _exception(self, error: BaseException | None) -> None:
-        pass
-
-    def __reduce__(self) -> Any:
-        raise TypeError(
-            "a future cannot be sent to another worker: return it from the remote function (the answer then goes out "
-            "when it is done), or send its result()"
-        )
 
 
 class CallFutures(tuple[CallFuture[T], ...]):
@@ -192,4 +166,7 @@ def refuse_coroutine(result: Any) -> None:
     """Raise FunctionError for what an async function returns: a method, a partial or an object may be one, too."""
     if isinstance(result, types.CoroutineType):
         result.close()  # Python would warn that nobody has awaited it
-        raise FunctionError(f"{result.__qualname__} {IS_ASYNC}")
+        raise FunctionError(
+            f"{result.__qualname__} is an async function, whose coroutine nobody would await on the worker that is "
+            "called. Call a function that runs it: asyncio.run(...)."
+        )

@@ -7,7 +7,7 @@ layouts; pickle would say the same again each time.
 import functools
 import math
 import struct
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,24 +17,11 @@ from jdistgrad.rpc.functions import import_path
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.message import Codec, Parcel
 
-Key = tuple[int, ...]
 Type = tuple[bool, str, tuple[int, ...]]  # whether the array is JAX's, its dtype and its shape
 
 HEAD = struct.Struct("<II")  # how many numbers the key has; what follows the key
 PICKLED, LAID_OUT = 0, 1
 REMEMBERED = 1024
-
-
-class Layout(NamedTuple):
-    """A layout that arrived.
-
-    Attributes:
-      named: the functions and classes in the tree, which came by their names, with these.
-    """
-
-    tree: Any
-    types: tuple[Type, ...]
-    named: tuple[tuple[tuple[str, str], Any], ...]
 
 
 class Layouts:
@@ -49,7 +36,7 @@ class Layouts:
         self._written = functools.lru_cache(REMEMBERED)(self._write)
         self._read = functools.lru_cache(REMEMBERED)(self._decoded)
 
-    def encode(self, key: Key, value: Any) -> Parcel:
+    def encode(self, key: tuple[int, ...], value: Any) -> Parcel:
         """Return a value's parcel. Dicts arrive in the order of their keys. The arrays must not change meanwhile."""
         leaves, layout = self._apart(value)
         if not layout:
@@ -78,7 +65,7 @@ class Layouts:
         except Exception:  # a user's class that takes arrays only
             return b""
 
-    def decode(self, parcel: Parcel) -> tuple[Key, Any]:
+    def decode(self, parcel: Parcel) -> tuple[tuple[int, ...], Any]:
         """Return the key and the value, with NumPy arrays: what compiled code takes need not be made JAX's first.
 
         Only where there are accelerators, large arrays are JAX's, so that they are copied there once.
@@ -93,23 +80,24 @@ class Layouts:
         if form != LAID_OUT:
             with arrays.as_numpy(below):
                 return tuple(key), self._codec.decode(Parcel(rest, parcel.buffers, parcel.attached))
-        layout = self._read(bytes(rest))
-        if not all(import_path(one) == path for path, one in layout.named):  # a cell of a notebook has defined it again
+        tree, types, named = self._read(bytes(rest))
+        if not all(import_path(one) == path for path, one in named):  # a cell of a notebook has defined it again
             self._read.cache_clear()
-            layout = self._read(bytes(rest))
+            tree, types, _ = self._read(bytes(rest))
         leaves = [
             (arrays.rebuild_jax if is_jax and data.nbytes >= below else arrays.rebuild_numpy)(data, dtype, shape)
-            for (is_jax, dtype, shape), data in zip(layout.types, parcel.buffers, strict=True)
+            for (is_jax, dtype, shape), data in zip(types, parcel.buffers, strict=True)
         ]
-        return tuple(key), jax.tree.unflatten(layout.tree, leaves)
+        return tuple(key), jax.tree.unflatten(tree, leaves)
 
-    def _decoded(self, written: bytes) -> Layout:
+    def _decoded(self, written: bytes) -> tuple[Any, tuple[Type, ...], list[tuple[Any, Any]]]:
+        """Return a layout that arrived, and the functions and classes in it by their names."""
         example, types = self._codec.decode(Parcel(written, []))
-        named = ((import_path(one), one) for one in functions_in(example))
-        return Layout(jax.tree.structure(example), types, tuple((path, one) for path, one in named if path is not None))
+        named = [(import_path(one), one) for one in functions_in(example)]
+        return jax.tree.structure(example), types, [one for one in named if one[0] is not None]
 
 
-def _stream(key: Key, form: int, rest: Any) -> memoryview:
+def _stream(key: tuple[int, ...], form: int, rest: Any) -> memoryview:
     return memoryview(b"".join((_numbers(len(key)).pack(len(key), form, *key), rest)))
 
 

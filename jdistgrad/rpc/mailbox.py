@@ -6,17 +6,20 @@ import contextlib
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from jdistgrad.ffi import sites
-from jdistgrad.rpc import current, devices, trees
+from jdistgrad.rpc import current, trees
 from jdistgrad.rpc.directory import Directory
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.layouts import Layouts
 from jdistgrad.threads import ThreadPool
-from jdistgrad.wire.arrays import may_be_written
+from jdistgrad.wire.arrays import identity, may_be_written
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import CALLS, ENCODED, WORK, Codec, Kind, Message, Parcel
@@ -26,17 +29,22 @@ log = logging.getLogger("jdistgrad.rpc")
 
 P = TypeVar("P")
 
+CALL, CALLBACKS, ON_LOST = "{}", "the callbacks of {}", "{} (on_lost)"  # what runs of a function, for messages
+
 
 class WorkCount:
     """The numbers of messages with work sent to each worker, received from each, and being served. For any thread.
 
     By these a world decides when it may close. They are counted by worker, so that those of lost workers can be left
     out.
+
+    Attributes:
+      serving: how many calls of each worker have arrived and not been answered; of this one, also what it does itself.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._lock, self._rank = threading.Lock(), rank
-        self._sent, self._received, self._serving = [0] * size, [0] * size, [0] * size
+        self._sent, self._received, self.serving = [0] * size, [0] * size, [0] * size
 
     def sending(self, kind: Kind, peer: int, count: int = 1) -> None:
         if kind in WORK:
@@ -47,14 +55,14 @@ class WorkCount:
         with self._lock:
             self._received[peer] += 1
 
-    def serving(self, peer: int) -> None:
+    def begin(self, peer: int) -> None:
         with self._lock:
             self._received[peer] += 1
-            self._serving[peer] += 1
+            self.serving[peer] += 1
 
     def served(self, peer: int) -> None:
         with self._lock:
-            self._serving[peer] -= 1
+            self.serving[peer] -= 1
 
     @contextlib.contextmanager
     def under_way(self) -> Iterator[None]:
@@ -78,15 +86,7 @@ class WorkCount:
 
     def _started(self) -> None:
         with self._lock:
-            self._serving[self._rank] += 1
-
-    def serves(self, peer: int) -> bool:
-        """Return whether a call of this worker has arrived that has not been answered."""
-        return self._serving[peer] > 0
-
-    @property
-    def serves_any(self) -> bool:
-        return any(self._serving)
+            self.serving[self._rank] += 1
 
     def counts(self, lost: Collection[int] = ()) -> tuple[int, int, int]:
         """Return the numbers sent to and received from workers that are not lost, and being served, at one moment."""
@@ -94,7 +94,25 @@ class WorkCount:
             sent, received = (
                 sum(n for rank, n in enumerate(of) if rank not in lost) for of in (self._sent, self._received)
             )
-            return sent, received, sum(self._serving)
+            return sent, received, sum(self.serving)
+
+
+class Running:
+    """Users' code that a worker runs for another one: a call, callbacks of a call, or one of ``on_lost``.
+
+    Attributes:
+      peer: the rank of the worker that has called, has answered, or is lost.
+      function: the function of the call, or the callback of ``on_lost``; None if the call could not be read.
+      what: ``CALL``, ``CALLBACKS`` or ``ON_LOST``.
+      thread: the thread that runs it; 0 once the function has returned a future.
+    """
+
+    def __init__(self, peer: int, function: Any = None, what: str = CALL):
+        self.peer, self.function, self.what = peer, function, what
+        self.since, self.thread = time.monotonic(), threading.get_ident()
+
+    def __str__(self) -> str:
+        return "a call that could not be read" if self.function is None else self.what.format(describe(self.function))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +139,7 @@ class Mailbox:
       failure: the error that broke the world, if any.
       hands_over: whether messages are handed over as objects: in a local world, also one of a single worker.
       threads: the threads that serve calls.
+      running: users' code that runs here for other workers, by number, the oldest first.
       refused: how many messages were refused or came too late, by the rank that sent them.
       note_gifts: takes note of the weight of references in a message to a worker, in a world that survives.
     """
@@ -139,29 +158,25 @@ class Mailbox:
     def __post_init__(self) -> None:
         self.info, self.size = self.directory.workers[self.rank], len(self.directory.workers)
         self.hands_over = self.transport.hands_over
+        self.shares_process = self.hands_over and self.size > 1
         self.ids, self.work, self.slots = IdSource(self.rank), WorkCount(self.rank, self.size), current.Slots()
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
         self.closed = False
         self.refused: collections.Counter[int] = collections.Counter()
         self.note_gifts: Callable[[int, Parcel], None] | None = None
-        self._counting = threading.Lock()
         self._layouts = Layouts(self.codec)
         self.threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
+        self.running: dict[int, Running] = {}
         self._parts: dict[type, Any] = {}
 
     def add(self, part: P) -> P:
-        """Register a part under its class, and return it."""
         self._parts[type(part)] = part
         return part
 
     def part(self, kind: type[P]) -> P:
         found: P = self._parts[kind]
         return found
-
-    @property
-    def shares_process(self) -> bool:
-        return self.hands_over and self.size > 1
 
     def post(self, peer: int, message: Message, *, snapshot: bool = True) -> int:
         """Send a message, and count it if it carries work; return its bytes, 0 if nothing is encoded.
@@ -212,8 +227,7 @@ class Mailbox:
         return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)
 
     def refuse(self, source: int, what: str, why: object) -> None:
-        with self._counting:
-            self.refused[source] += 1
+        self.refused[source] += 1
         log.debug("%s refuses %s from rank %d: %s", self.info, what, source, why)
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
@@ -226,6 +240,26 @@ class Mailbox:
     def run_counted(self, task: Callable[[], Any]) -> None:
         """Run a task on another thread of this worker, which is busy until the task has run."""
         self.run(self.work.counted(task))
+
+    def run_callbacks(self, what: str, function: Any, peer: int, run: Callable[[], Any]) -> None:
+        """Run callbacks on another thread, as work: they may call other workers, so the world stays open for them.
+
+        When they have run, nothing here refers to the answer that they have seen: it may hold references.
+        """
+        todo = [run]
+
+        def run_here() -> None:
+            one, run = Running(peer, function, what), todo.pop()
+            self.running[id(one)] = one
+            try:
+                run()
+            finally:
+                del self.running[id(one)], run
+
+        self.run_counted(run_here)
+
+    def running_here(self) -> list[Running]:
+        return [one for one in list(self.running.values()) if one.thread == threading.get_ident()]
 
     def enter_thread(self) -> None:
         current.bind_thread(self)
@@ -248,7 +282,7 @@ class Mailbox:
         runs when others have ended, on other threads: the caller's timeout counts until then.
         """
         if self.device is not None or sites.any_sites():
-            devices.finish_programs_of_this_thread()
+            identity(np.float32(0)).block_until_ready()  # after the other programs of this thread
             _wait_for_arrays(trees.leaves_once(result))
 
 
@@ -276,11 +310,10 @@ def _steady(call: Any) -> Any:
     return function, args, kwargs, *scope
 
 
-# Every resident is a mailbox: the functions of ``current``, with the return type that the layers above need.
-current_mailbox = cast("Callable[[], Mailbox]", current.current_resident)
-find_mailbox = cast("Callable[[], Mailbox | None]", current.find_resident)
+# The functions of ``current``, with the return type that the layers above need.
+current_mailbox: Callable[[], Mailbox] = current.current_resident
+find_mailbox: Callable[[], Mailbox | None] = current.find_resident
 
 
 def current_part(kind: type[P]) -> P:
-    """Return a part of the worker that this code runs on, by its class."""
     return current_mailbox().part(kind)

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import functools
 import queue
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -64,8 +63,6 @@ def map(
     tasks = list(zip(*iterables, strict=False))
     if handler_of_call(fn, (tasks,), {}) is not None:
         raise refuse_traced(f"jdistgrad.map cannot call {describe(fn)}")
-    if isinstance(workers, str):
-        raise TypeError(f"map takes a list of workers: for a single one, workers=[{workers!r}]")
     here = current_mailbox()
     if workers is None:
         left_out = {here.rank, *here.part(Peers).lost}
@@ -74,12 +71,18 @@ def map(
         chosen = [here.directory.find(one) for one in workers]
     if not chosen:
         raise ValueError("map: there must be at least one worker")
-    feed = Feed(lambda worker, task: rpc_sync(worker, fn, task, timeout=timeout), tasks, len(chosen))
+    feed = Feed(lambda worker, task: rpc_sync(worker, fn, task, timeout=timeout), tasks, chosen)
     scope = current_scope()
     for worker in chosen:
         here.run(functools.partial(feed.keep_busy, worker, scope))
     found = feed.results(in_order=in_order, return_exceptions=return_exceptions)
-    return found if progress is False else with_bar(found, len(tasks), describe(fn) if progress is True else progress)
+    if progress is False:
+        return found
+    from rich.console import Console
+    from rich.progress import track
+
+    text = describe(fn) if progress is True else progress
+    return iter(track(found, text, total=len(tasks), console=Console(stderr=True)))
 
 
 class Feed:
@@ -88,14 +91,13 @@ class Feed:
     Arguments:
       call: calls the function on a worker, with the arguments of a task.
       tasks: the arguments of each call.
-      workers: the number of workers.
+      workers: those that are not lost.
     """
 
-    def __init__(self, call: Callable[[WorkerInfo, Any], Any], tasks: Sequence[Any], workers: int):
-        self._call, self._tasks = call, tasks
+    def __init__(self, call: Callable[[WorkerInfo, Any], Any], tasks: Sequence[Any], workers: Iterable[WorkerInfo]):
+        self._call, self._tasks, self._workers = call, tasks, set(workers)
         self._ended: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
         self._left = collections.deque(range(len(tasks)))
-        self._workers, self._lock = workers, threading.Lock()
 
     def keep_busy(self, worker: WorkerInfo, scope: Scope | None) -> None:
         """Let a worker do tasks until all have been taken. A worker that is lost takes no more."""
@@ -107,8 +109,7 @@ class Feed:
                     result, error = None, raised
                 self._ended.put((number, result, error))
                 if isinstance(error, WorkerLostError) and error.worker == worker:
-                    with self._lock:
-                        self._workers -= 1
+                    self._workers.discard(worker)
                     if not self._workers:  # with the last worker, all tasks that are left fail
                         for left in emptied(self._left):
                             self._ended.put((left, None, error))
@@ -128,20 +129,8 @@ class Feed:
                 while turn not in early:
                     wait_in_slices(wait)
                 result, error = early.pop(turn)
-                if isinstance(error, StopIteration) and not return_exceptions:
-                    raise RuntimeError(
-                        f"map: the function raised {error!r:.200}, which would end the iteration as if there were no "
-                        "more items. Let it raise another exception, or pass return_exceptions=True."
-                    ) from error
                 if error is not None and not return_exceptions:
                     raise error
                 yield result if error is None else error
         finally:
             self._left.clear()
-
-
-def with_bar(results: Iterator[Any], count: int, text: str) -> Iterator[Any]:
-    from rich.console import Console
-    from rich.progress import track
-
-    yield from track(results, text, total=count, console=Console(stderr=True))

@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jdistgrad.errors import ContextError, WorkerLostError
-from jdistgrad.rpc.layouts import Key
 from jdistgrad.wire.ids import IdSource, spell, worker_of
 
 T = TypeVar("T")
+
+Key = tuple[int, ...]  # of a pushed value
 
 REMEMBERED = 4096  # closed scopes, so that late messages get the right error
 
@@ -37,7 +38,8 @@ class Scope:
     def content(self, make: Callable[[], T]) -> T:
         """Return a layer's object in the scope: one for each ``make``, made on first use and closed with the scope."""
         with self._lock:
-            self._check()
+            if self.closed:
+                raise closed_error(self.id)
             if make not in self._contents:
                 self._contents[make] = make()
                 if self.error is not None:
@@ -48,7 +50,8 @@ class Scope:
     def includes(self, peer: int) -> None:
         """Note that a call goes to this peer, which must then be told when the scope closes."""
         with self._lock:
-            self._check()
+            if self.closed:
+                raise closed_error(self.id)
             self._peers.add(peer)
 
     def peers(self) -> set[int]:
@@ -71,30 +74,25 @@ class Scope:
             self._peers, self._contents = set(), {}
             return peers, contents
 
-    def _check(self) -> None:
-        if self.closed:
-            raise closed_error(self.id)
-
 
 class ScopeTable:
-    """The scopes one worker takes part in."""
+    """The scopes one worker takes part in.
+
+    Attributes:
+      open: those that are open, by id.
+      lost: the lost workers: nobody can enter a scope that one has opened, nor one that is new here in a call of one.
+    """
 
     def __init__(self, rank: int):
         self._ids = IdSource(rank)
-        self._open: dict[int, Scope] = {}
+        self.open: dict[int, Scope] = {}
         self._closed: collections.OrderedDict[int, None] = collections.OrderedDict()
-        self._lost: set[int] = set()
+        self.lost: set[int] = set()
         self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._open)
 
     def draw(self) -> int:
         """Return the id of a new scope, which can be entered, and be released whether it has been entered or not."""
         return self._ids.next()
-
-    def open(self) -> Scope:
-        return self.enter(self.draw())
 
     def enter(self, identifier: int, caller: int | None = None) -> Scope:
         """Return the scope with this id, made if it is new here.
@@ -108,23 +106,23 @@ class ScopeTable:
           WorkerLostError: it is not open here, and its opener or the caller is lost.
         """
         with self._lock:
-            scope = self._open.get(identifier)
+            scope = self.open.get(identifier)
             if scope is None:
                 if identifier in self._closed:
                     raise closed_error(identifier)
-                for peer in self._lost & {worker_of(identifier), caller}:
+                for peer in self.lost & {worker_of(identifier), caller}:
                     raise WorkerLostError(
                         f"context {spell(identifier)} cannot be entered: the worker of rank {peer}, from which it "
                         "came, is lost.",
                         worker=peer,
                         context=identifier,
                     )
-                scope = self._open[identifier] = Scope(identifier)
+                scope = self.open[identifier] = Scope(identifier)
             return scope
 
     def find(self, identifier: int) -> Scope:
         """Return a scope that must be open here. Raises ContextError if it is not."""
-        scope = self._open.get(identifier)
+        scope = self.open.get(identifier)
         if scope is not None:
             return scope
         if identifier in self._closed:
@@ -141,19 +139,11 @@ class ScopeTable:
             self._closed[identifier] = None
             if len(self._closed) > REMEMBERED:
                 self._closed.popitem(last=False)
-            return self._open.pop(identifier, None)
-
-    def find_open(self, identifier: int) -> Scope | None:
-        return self._open.get(identifier)
-
-    def lose(self, peer: int) -> None:
-        """Let nobody enter a scope that a lost worker has opened, nor one that is new here in a call of that worker."""
-        with self._lock:
-            self._lost.add(peer)
+            return self.open.pop(identifier, None)
 
     def identifiers(self) -> list[int]:
         with self._lock:
-            return list(self._open)
+            return list(self.open)
 
 
 def closed_error(identifier: int) -> ContextError:
@@ -190,7 +180,8 @@ class Inbox:
         with self._lock:
             self._unopened.append(opener)
             waiting, self._waiting = self._waiting, []
-        _wake(waiting)
+        for one in waiting:
+            one.set_result(None)
 
     def take(self, key: Key, look: Callable[[], None], wait: Wait) -> Any:
         """Remove and return the value with this key.
@@ -236,9 +227,5 @@ class Inbox:
         with self._lock:
             self._error = self._error or error
             waiting, self._waiting = self._waiting, []
-        _wake(waiting)
-
-
-def _wake(waiting: list[concurrent.futures.Future[Any]]) -> None:
-    for one in waiting:
-        one.set_result(None)
+        for one in waiting:
+            one.set_result(None)

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import types
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,32 +13,16 @@ import numpy as np
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.errors import EncodingError
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.functions import Args, Kwargs
+
+_handler: Any = None  # ``autograd.traced_calls.TracedCalls``, of a layer above
 
 
-class TracedCallHandler(Protocol):
-    """The handler of calls on traced values."""
-
-    def rpc_sync(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any: ...
-
-    def rpc_async(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any: ...
-
-    def remote(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any: ...
-
-    def fetch(self, rref: Any, timeout: float | None) -> Any: ...
-
-    def own(self, value: Any) -> Any: ...
-
-
-_handler: TracedCallHandler | None = None
-
-
-def install(handler: TracedCallHandler) -> None:
+def install(handler: Any) -> None:
     global _handler
     _handler = handler
 
 
-def handler_for(*values: Any) -> TracedCallHandler | None:
+def handler_for(*values: Any) -> Any:
     """Return the handler of a call with these arguments, or (the common case, quickly) None if JAX traces nothing."""
     if trace_state_clean() or not (any(is_traced(leaf) for leaf in trees.leaves(values)) or staging()):
         return None

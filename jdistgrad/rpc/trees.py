@@ -6,7 +6,7 @@ arguments of a remote call must arrive as they were sent.
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -109,12 +109,8 @@ def is_plain_tree(tree: Any, leaf_is_plain: Callable[[Any], bool]) -> bool:
     return leaf_is_plain(tree)
 
 
-def are_plain(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return whether the arguments are evidently all leaves: the common case, quickly."""
-    return not kwargs and all(map(_is_plain, args))
-
-
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
+    """Return whether a value is evidently a leaf: the common case, quickly."""
     return type(value) in PLAIN or isinstance(value, jax.Array)
 
 
@@ -138,7 +134,7 @@ def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None
             return defaultdict(node.default_factory, ordered) if kind is defaultdict else ordered
 
         return [node[key] for key in keys], together
-    if kind in OPAQUE or _is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
+    if kind in OPAQUE or is_plain(node) or isinstance(node, Iterator) or jax.tree_util.all_leaves([node]):
         return None
     asked = itertools.count()  # JAX takes apart the first node only, even if that node contains itself
     children, structure = jax.tree.flatten(node, is_leaf=lambda _: next(asked) > 0)

@@ -3,23 +3,22 @@
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.ffi.sites import waiting
 from jdistgrad.rpc import current
-from jdistgrad.rpc.calls.caller import Callbacks, Caller
+from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.calls.pending import Pending
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.layouts import Key
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.losses import Losses
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.watchdog import Watchdog
 from jdistgrad.rpc.references.table import References, Releasing
-from jdistgrad.rpc.scopes import Inbox, ScopeTable
-from jdistgrad.rpc.serving.server import Server
+from jdistgrad.rpc.scopes import Inbox, Key, ScopeTable
+from jdistgrad.rpc.serving.server import Served
 from jdistgrad.wire.ids import IdSource
 from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task
@@ -41,16 +40,12 @@ class Worker(Mailbox):
         self.given_up_by: set[int] = set()  # the workers that go on without this one
         self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
         self.peers = self.add(Peers(self, self._lost))
-        self.callbacks = Callbacks(self)
-        self.calls = self.add(Caller(self, self.callbacks, self._check, lambda: bool(self.server.on_this_thread())))
+        self.calls = self.add(Caller(self, self._check))
         self.references = self.add(References(self, self.calls))
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
-        self.server = self.add(Server(self, self.scopes))
-        self.losses = self.add(Losses(self, self.callbacks, self.peers, self.references, self.releasing, self.scopes))
-        self.closing = self.add(
-            Closing(self, self.calls, self.callbacks, self.peers, self.losses, self.releasing, self.server)
-        )
-        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing, self.server))
+        self.losses = self.add(Losses(self, self.peers, self.references, self.releasing, self.scopes))
+        self.closing = self.add(Closing(self, self.calls, self.peers, self.losses, self.releasing))
+        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = sys.exception()  # ``init`` may be called in an ``except`` block
 
@@ -62,17 +57,18 @@ class Worker(Mailbox):
         if call.peer.rank in self.peers.lost:
             raise errors.WorkerLostError(f"{call}: {self.peers.lost[call.peer.rank]}", worker=call.peer)
 
-    def _lost(self, peer: WorkerInfo, why: str) -> None:
+    def _lost(self, peer: WorkerInfo, reason: str) -> None:
         """Fail the calls and collectives that wait for a lost worker, and do without it from now on."""
+        why = self.peers.lost[peer.rank]
         self.calls.fail_all(lambda call: errors.WorkerLostError(f"{call}: {why}", worker=peer), peer.rank)
         self.watchdog.lost(peer.rank, why)
         self.closing.lose(peer.rank)
-        self.losses.lose(peer)
+        self.losses.lose(peer.rank, reason)
 
     def lost(self, peer: int, why: str) -> None:
         self.peers.silent.discard(peer)
         if self.survives and self.closing.told:
-            self.closing.gone(peer)
+            self.closing.gone.add(peer)
         else:
             self.peers.lose(peer, why)
 
@@ -98,11 +94,11 @@ class Worker(Mailbox):
             if claims is None:  # it comes from a worker that is being lost
                 return None
             body.attached = claims
-        self.peers.heard(source)
+        self.peers.liveness.heard(source)
         if kind in CALLS:
-            self.work.serving(source)
+            self.work.begin(source)
             value = self.references.announce(message.id).value if kind is Kind.REMOTE else None
-            return self.server.task(message, value)
+            return Served(self, self.scopes, message, value).serve
         try:
             return self._take_note(message)
         finally:
@@ -148,9 +144,9 @@ class Worker(Mailbox):
         elif message.kind is Kind.SETTLE:
             self.losses.settled(message)
         elif message.kind is Kind.PARTAKE:
-            return self.losses.takes_part(message)
+            return self.work.counted(functools.partial(self.losses.takes_part, message))
         elif message.kind is Kind.BREAK:
-            return self.losses.broken(message)
+            return self.work.counted(functools.partial(self.losses.broken, message))
         else:
             self.losses.forget(message)
         return None
@@ -162,7 +158,7 @@ class Worker(Mailbox):
         self.releasing.flush()
         self.calls.expire(now)
         self.losses.look()
-        awaited = self.calls.awaited() | self.closing.awaited() | self.watchdog.awaited() | self.losses.awaited()
+        awaited = self.calls.pending.peers() | self.closing.awaited() | self.watchdog.awaited() | self.losses.awaited()
         self.peers.look(awaited, now)
         self.watchdog.look(now)
         waiting.look(now)
@@ -186,6 +182,6 @@ class Worker(Mailbox):
         self.references.owned.clear()
 
 
-# Every resident is a worker: the functions of ``current``, with the return type that the layers above need.
-current_worker = cast("Callable[[], Worker]", current.current_resident)
-find_worker = cast("Callable[[], Worker | None]", current.find_resident)
+# The functions of ``current``, with the return type that the layers above need.
+current_worker: Callable[[], Worker] = current.current_resident
+find_worker: Callable[[], Worker | None] = current.find_resident

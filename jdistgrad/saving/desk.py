@@ -172,7 +172,8 @@ def meet(
     while True:
         at, others = _living()[0], _living() if workers is None else workers
         try:
-            with me.watchdog.shows(what, others):
+            entry = world.CollectiveEntry(what, what, 0, by_calls=True)
+            with world.WatchedBlock(me, entry, others, blocking=False):
                 call = what, me.rank, workers, said, seconds, mine, of_all
                 found: Said = me.rpc_async(at, _arrived, call, {}, seconds + SLACK).result()
                 return found

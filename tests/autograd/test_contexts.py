@@ -212,7 +212,7 @@ def test_a_context_is_sent_by_its_number(world):
 
 @on_worker0
 def test_backward_in_a_context_other_than_the_threads(world):
-    other = Context(current_worker(), current_worker().scopes.open())
+    other = Context(current_worker(), current_worker().scopes.enter(current_worker().scopes.draw()))
     with jd.context(), pytest.raises(jd.ContextError):
         jd.backward(other, loss, X)
     assert_close(jd.backward(other, loss, X)[1], (2 * X,))

@@ -109,7 +109,7 @@ def tables() -> dict[str, int]:
     worker = current_worker()
     return {
         "values": len(worker.references.owned.entries),
-        "calls": len(worker.calls),
+        "calls": len(worker.calls.pending),
         "contexts": len(worker.scopes.identifiers()),
     }
 

@@ -180,7 +180,7 @@ def test_a_program_waits_while_its_calls_have_too_many_bytes(mpi_job):
             return k + int(array[-1])
 
         def flood(number, to):
-            calls, most, futures = current_worker().calls._calls, 0, []
+            calls, most, futures = current_worker().calls.pending, 0, []
             for k in range(number):
                 futures.append(jd.rpc_async(to, slow, args=(k, np.ones(1 << 17))))
                 most = max(most, calls.bytes)
@@ -191,7 +191,7 @@ def test_a_program_waits_while_its_calls_have_too_many_bytes(mpi_job):
         if me.rank == 0:
             most = flood(30, 1)
             assert 4 << 20 < most < 6 << 20, most
-            assert current_worker().calls._calls.bytes == 0
+            assert current_worker().calls.pending.bytes == 0
             assert jd.rpc_sync(1, flood, args=(12, 2)) > 6 << 20
         jd.shutdown()
         print("done", flush=True)

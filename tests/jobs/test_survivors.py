@@ -180,7 +180,7 @@ def test_a_callback_for_the_lost_cannot_end_the_world_that_waits_for_it(survivin
         if me.rank == 1:
             die()
         until(lambda: told)
-        assert "runs a callback of on_lost" in errors[0], errors
+        assert "serves __main__.stop (on_lost)" in errors[0], errors
         print(me.name, told, jd.shutdown(timeout=20))
         """,
     ).expect("worker0 {1: 'it was killed or ended'} []", "worker2 {1: 'it was killed or ended'} []")

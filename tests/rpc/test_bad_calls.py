@@ -1,7 +1,6 @@
 """Calls with an unknown worker, an object that is no function, or code: a clear error, and the world works on."""
 
 import concurrent.futures
-import functools
 import operator
 
 import jax
@@ -30,22 +29,8 @@ async def waits(x):
     return x
 
 
-@on_worker0
-def test_async_functions_are_refused(world):
-    for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
-        with pytest.raises(jd.FunctionError, match=r"waits is an async function, .*asyncio\.run"):
-            call(last(), waits, args=(1,))
-
-
 class Waiting:
     async def method(self, x):
-        return x
-
-    async def __call__(self, x):
-        return x
-
-    @staticmethod
-    def waits_not(x):
         return x
 
 
@@ -57,11 +42,11 @@ def waits_in_a_future(x):
 
 @pytest.mark.parametrize(
     "function",
-    [Waiting().method, functools.partial(waits), waits_in_a_future],
-    ids=["method", "partial", "future"],
+    [waits, Waiting().method, waits_in_a_future],
+    ids=["function", "method", "future"],
 )
 @on_worker0
-def test_what_turns_out_to_be_async_is_refused(world, function):
+def test_async_functions_are_refused(world, function):
     refused = pytest.raises(jd.FunctionError, match=r"is an async function, .*asyncio\.run")
     with refused:
         jd.rpc_sync(last(), function, args=(1,))

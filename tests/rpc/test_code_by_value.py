@@ -1,6 +1,6 @@
 """Functions and classes of a script that other workers do not have, or have otherwise: they travel by value."""
 
-BOTH_HAVE = """
+CLASSES = """
 import dataclasses
 import enum
 
@@ -52,14 +52,6 @@ if me.rank == 0:
             jd.rpc_sync(to, product, args=(Data(x, x), "a word"))
         except Refused as error:
             print("caught:", error, flush=True)
-jd.shutdown()
-"""
-
-ONE_HAS = """
-import jdistgrad as jd
-
-me = jd.init()
-if me.rank == 0:
 
     class Pair:
         def __init__(self, a, b):
@@ -77,12 +69,15 @@ if me.rank == 0:
 jd.shutdown()
 """
 
-DEFINED_AGAIN = """
+FUNCTIONS = """
 import functools
+import pathlib
 import sys
+import tempfile
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jdistgrad as jd
 
@@ -126,27 +121,13 @@ if me.rank == 0:
     def power(n, x):
         return x if n == 0 else x * power(n - 1, x)
 
-    def made(n):
+    def of_numbers():
         return functools.partial(jax.jit, static_argnums=0)(lambda n, x: x if n == 0 else n * x)
 
-    show(jitted, ruled, functools.partial(power, 2), functools.partial(made(0), 4))
-    print(*(jd.rpc_sync(1, came, args=(jitted,)) for _ in range(2)))
-jd.shutdown()
-"""
+    show(jitted, ruled, functools.partial(power, 2), functools.partial(of_numbers(), 4))
+    print(*(jd.rpc_sync(1, came, args=(jitted,)) for _ in range(2)), flush=True)
 
-
-WITHOUT_A_NAME = """
-import pathlib
-import tempfile
-
-import jax
-import jax.numpy as jnp
-import numpy as np
-
-import jdistgrad as jd
-
-me = jd.init()
-if me.rank == 0:
+    # Functions without a name.
     folder = pathlib.Path(tempfile.mkdtemp())
 
     def traced():
@@ -166,7 +147,7 @@ if me.rank == 0:
 
         return jax.jit(scaled)
 
-    def ruled(scale):
+    def with_rule(scale):
         function = jax.custom_vjp(made(scale))
         function.defvjp(lambda x: (function(x), x), lambda x, ct: (scale * jnp.cos(x) * ct,))
         return function
@@ -176,7 +157,7 @@ if me.rank == 0:
         "number": (made(3.0), 3),
         "array": (made(jnp.arange(3.0)), np.arange(3)),
         "large": (jax.jit(lambda x, large=np.full(600_000, 2.0, "float32"): jnp.sin(x) * large[:3] + traced()), 2),
-        "rule": (ruled(5.0), 5),
+        "rule": (with_rule(5.0), 5),
         "reference": (jax.jit(lambda x: jd.rpc_sync(2, jnp.multiply, args=(held, jnp.sin(x)))), 4),
     }
     x = jnp.array([0.3, -1.2, 2.0])
@@ -196,20 +177,19 @@ jd.shutdown()
 """
 
 
-def test_classes_of_the_program_are_those_of_the_other_side(mpi_job):
+def test_classes_of_the_program_are_those_of_the_other_side_or_travel_by_value(mpi_job):
     """Objects become instances of the receiver's classes: its JAX knows the pytree classes, and ``except`` matches."""
-    mpi_job(3, BOTH_HAVE).expect("caught: not a word\ncaught: not a word")
+    job = mpi_job(3, CLASSES)
+    job.expect("caught: not a word\ncaught: not a word")
+    job.expect("True 3 Pair\nTrue 3 Pair")
 
 
-def test_classes_that_only_one_side_has_travel_by_value(mpi_job):
-    mpi_job(3, ONE_HAS).expect("True 3 Pair\nTrue 3 Pair")
+def test_functions_that_one_side_has_defined_again_or_without_a_name_travel_by_value(mpi_job):
+    """What has not been defined again is the receiver's own, and compiled once.
 
-
-def test_jitted_functions_and_custom_rules_that_one_side_has_defined_again_travel_by_value(mpi_job):
-    """As plain functions do. What has not been defined again is the receiver's own, and compiled once."""
-    mpi_job(2, DEFINED_AGAIN).expect("2.0 2.0 (1, True)\n3.0 3.0 3.0 4.0 (2, False) (2, False)")
-
-
-def test_jitted_functions_without_a_name_are_compiled_once(mpi_job):
-    """Once more after a worker has asked for a function that they use, which is sent with them from then on."""
-    mpi_job(3, WITHOUT_A_NAME).expect("number 2\narray 2\n", "rule 2\nreference 0\nanew 2\ngradients 0\n")
+    A function without a name is compiled once more after a worker has asked for a function that it uses, which is sent
+    with it from then on.
+    """
+    job = mpi_job(3, FUNCTIONS)
+    job.expect("2.0 2.0 (1, True)\n3.0 3.0 3.0 4.0 (2, False) (2, False)")
+    job.expect("number 2\narray 2\n", "rule 2\nreference 0\nanew 2\ngradients 0\n")

@@ -1,4 +1,4 @@
-"""The choice of a GPU for each process of a node, before JAX opens any; tested in separate processes, without GPUs."""
+"""The choice of a GPU for each process of a node, before JAX opens any; tested without GPUs."""
 
 import os
 import subprocess
@@ -12,35 +12,53 @@ from jdistgrad.rpc import devices
 
 TAKE = """
 import jax
-{before}
 from jdistgrad.rpc import devices
-devices.take_process_device({rank})
-print(jax.config.values["jax_cuda_visible_devices"], getattr(jax.config.values["jax_default_device"], "id", None))
+devices.take_process_device(5)
+print(jax.config.values["jax_cuda_visible_devices"], jax.config.values["jax_default_device"])
 """
 
 
-def taken(rank, *, before="", **environment):
-    source = TAKE.format(before=before, rank=rank)
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
-    return subprocess.run(
-        [sys.executable, "-c", source], env=variables, capture_output=True, text=True, check=True
-    ).stdout.split()
-
-
-@pytest.mark.parametrize(("rank", "gpus", "expected"), [(5, "0,1,2,3", "1"), (3, "0", "all")])
-def test_each_local_rank_takes_its_gpu(rank, gpus, expected):
+def test_each_local_rank_takes_its_gpu():
     """If there are more ranks than GPUs, several ranks share a GPU."""
-    assert taken(rank, CUDA_VISIBLE_DEVICES=gpus) == [expected, "None"]
+    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+    done = subprocess.run([sys.executable, "-c", TAKE], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "None"]
 
 
-def test_the_users_choice_stands():
-    before = 'jax.config.update("jax_cuda_visible_devices", "3")'
-    assert taken(1, before=before, CUDA_VISIBLE_DEVICES="0,1,2,3") == ["3", "None"]
+@pytest.fixture
+def process(monkeypatch):
+    """Return a function that says how a process is before ``init``, and returns what is told to JAX then."""
+
+    def be(*, opened=(), platforms="cuda", chosen="all", **environment):
+        told = []
+        config = {"jax_platforms": platforms, "jax_cuda_visible_devices": chosen, "jax_default_device": None}
+        monkeypatch.setattr(devices, "configured", config.get)
+        monkeypatch.setattr(devices, "backends_are_initialized", lambda: bool(opened))
+        monkeypatch.setattr(jax, "local_devices", lambda: list(opened))
+        monkeypatch.setattr(jax.config, "update", lambda *setting: told.append(setting))
+        monkeypatch.setattr(devices, "cuda_uuid", lambda number: f"card{number}")
+        for name in devices.CHOICES_OF_MEMORY:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        return told
+
+    return be
 
 
-def test_where_jax_runs_already_the_default_device_is_chosen():
-    before = 'jax.config.update("jax_num_cpu_devices", 4); jax.devices()'
-    assert taken(6, before=before)[1:] == ["2"]
+@pytest.mark.parametrize(
+    ("before", "told"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0"}, []),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3", "chosen": "3"}, []),
+        ({"opened": "abcd"}, [("jax_default_device", "c")]),
+    ],
+    ids=["there is one GPU", "the user has chosen", "JAX runs already"],
+)
+def test_no_gpu_is_taken_where(process, before, told):
+    found = process(**before)
+    devices.take_process_device(6)
+    assert found == told
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", []), ("-1", []), ("4,6", ["4", "6"]), ("GPU-a1", ["GPU-a1"])])
@@ -69,54 +87,33 @@ def test_processes_that_share_a_gpu_share_its_memory(monkeypatch):
     assert os.environ[devices.SHARE_OF_MEMORY] == "0.2500"
 
 
-CARD = """
-import jax
-from jdistgrad.rpc import devices
-devices.cuda_uuid = lambda number: f"card{{number}}"
-{before}
-devices.take_process_device(1)
-print(",".join(devices.opened_gpus()), devices.card_to_share())
-"""
+@pytest.mark.parametrize(
+    ("gpus", "card", "before"),
+    [
+        (["5"], "card0", {"CUDA_VISIBLE_DEVICES": "5"}),
+        (["4"], "card1", {"CUDA_VISIBLE_DEVICES": "3,4,5", "chosen": "1"}),
+        (["4", "5"], "", {"CUDA_VISIBLE_DEVICES": "3,4,5", "chosen": "1,2"}),
+        (["5"], "", {"CUDA_VISIBLE_DEVICES": "5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+        (["5"], "", {"CUDA_VISIBLE_DEVICES": "5", "platforms": "cpu"}),
+    ],
+)
+def test_the_card_whose_memory_a_process_would_take(process, gpus, card, before):
+    process(**before)
+    assert (devices.opened_gpus(), devices.card_to_share()) == (gpus, card)
 
 
 @pytest.mark.parametrize(
-    ("expected", "chosen", "environment"),
+    ("expected", "opened", "flags"),
     [
-        ("5 card0", None, {"CUDA_VISIBLE_DEVICES": "5"}),
-        ("4 card1", None, {"CUDA_VISIBLE_DEVICES": "3,4,5"}),
-        ("4,5 ", "1,2", {"CUDA_VISIBLE_DEVICES": "3,4,5"}),
-        ("5 ", None, {"CUDA_VISIBLE_DEVICES": "5", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}),
+        ("--xla_dump_to= --xla_gpu_autotune_level=0", "", "--xla_dump_to="),
+        ("--xla_gpu_autotune_level=4", "", "--xla_gpu_autotune_level=4"),
+        ("", "a", ""),
     ],
 )
-def test_the_card_whose_memory_a_process_would_take(expected, chosen, environment):
-    source = CARD.format(before=f'jax.config.update("jax_cuda_visible_devices", "{chosen}")' if chosen else "")
-    variables = {**os.environ, "JAX_PLATFORMS": "cuda", **environment}
-    done = subprocess.run([sys.executable, "-c", source], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{expected}\n"
-
-
-COMPILE = """
-import os
-{before}
-from jdistgrad.rpc import devices
-devices.compile_beside_waiting_programs()
-print(os.environ.get("XLA_FLAGS", ""))
-"""
-
-
-@pytest.mark.parametrize(
-    ("expected", "before", "environment"),
-    [
-        ("--xla_dump_to= --xla_gpu_autotune_level=0", "", {"XLA_FLAGS": "--xla_dump_to="}),
-        ("--xla_gpu_autotune_level=4", "", {"XLA_FLAGS": "--xla_gpu_autotune_level=4"}),
-        ("", "import jax; jax.devices()", {"XLA_FLAGS": ""}),
-    ],
-)
-def test_local_workers_compile_while_programs_of_others_wait(expected, before, environment):
-    variables = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "0", **environment}
-    source = COMPILE.format(before=before)
-    done = subprocess.run([sys.executable, "-c", source], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == expected
+def test_local_workers_compile_while_programs_of_others_wait(process, expected, opened, flags):
+    process(opened=opened, CUDA_VISIBLE_DEVICES="0", XLA_FLAGS=flags)
+    devices.compile_beside_waiting_programs()
+    assert os.environ["XLA_FLAGS"] == expected
 
 
 def test_workers_that_come_too_late_for_that_are_warned(caplog, monkeypatch):

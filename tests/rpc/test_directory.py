@@ -6,7 +6,7 @@ import pytest
 
 from jdistgrad.errors import DuplicateNameError, UnknownWorkerError, WorldError
 from jdistgrad.rpc import directory
-from jdistgrad.rpc.directory import Directory, Hello, WorkerInfo, agree, check_names, checked_name, name_of
+from jdistgrad.rpc.directory import Directory, Hello, WorkerInfo, agree, name_of
 
 
 def hello(name, **facts):
@@ -56,21 +56,17 @@ def test_what_this_process_tells():
         assert directory.facts_of_this_process() == {**found, directory.X64: "True"}
 
 
-@pytest.mark.parametrize("name", ["", "a b", "worker\n1", "tab\t", "nul\0", "\u2028", "w" * 65, 7, b"worker", None])
+@pytest.mark.parametrize("name", ["", "a b", "worker\n1", "tab\t", "nul\0", "\u2028", "w" * 65, 7, b"worker"])
 def test_names_that_cannot_stand_in_a_message(name):
-    with pytest.raises(ValueError, match="a worker's name is a string of 1 to 64 printable characters without spaces"):
-        checked_name(name)
-
-
-@pytest.mark.parametrize("name", ["ps", "trainer-1", "Größe/2", "w" * 64])
-def test_names_that_can(name):
-    assert checked_name(name) == name
+    with pytest.raises(ValueError, match="name"):
+        name_of(name, 0, 3)
 
 
 @pytest.mark.parametrize(
     ("names", "expected"),
     [
         (None, "worker2"),
+        *((name, name) for name in ("ps", "Größe/2", "w" * 64)),
         ("trainer{rank}", "trainer2"),
         ("{rank}-of-{many}", "2-of-{many}"),
         (["ps", "a", "b"], "b"),
@@ -78,16 +74,10 @@ def test_names_that_can(name):
     ],
 )
 def test_a_name_is_found_for_a_rank(names, expected):
-    check_names(names)
     assert name_of(names, 2, 3) == expected
 
 
-def test_there_is_a_name_for_each_rank():
-    with pytest.raises(ValueError, match=r"there are 2 names for a world of 3 workers\. Give one for each rank"):
-        name_of(["ps", "a"], 0, 3)
-
-
-@pytest.mark.parametrize("names", [lambda rank: rank, ["a", "", "c"], lambda rank: "with space"])
+@pytest.mark.parametrize("names", [lambda rank: rank, ["a", "", "c"], lambda rank: "with space", ["ps", "a"]])
 def test_a_name_found_for_a_rank_is_checked(names):
     with pytest.raises(ValueError, match="name"):
         name_of(names, 1, 3)

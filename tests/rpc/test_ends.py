@@ -40,10 +40,7 @@ def release():
 
 def until_two_are_served():
     """Wait until this worker serves this call and one more."""
-    end = time.monotonic() + 20
-    while len(current_worker().server.now()) < 2:
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    assert poll(lambda: len(current_worker().running) > 1, 20)
 
 
 @pytest.fixture
@@ -54,10 +51,7 @@ def said(caplog, monkeypatch):
         one.clear()
 
     def wait(text, times=1):
-        end = time.monotonic() + 30
-        while caplog.text.count(text) < times:
-            assert time.monotonic() < end, f"{text!r} was not logged, but {caplog.text!r}"
-            time.sleep(0.01)
+        assert poll(lambda: caplog.text.count(text) >= times, 30), f"{text!r} was not logged, but {caplog.text!r}"
 
     return wait
 
@@ -252,5 +246,5 @@ def test_nothing_that_shutdown_waits_for_can_wait_for_it(big_world):
     with pytest.raises(jd.WorldError):
         jd.rpc_async(2, shared_zeros).then(lambda shared: jd.shutdown()).result(20)
     for rank in range(3):
-        with pytest.raises(jd.WorldError, match=rf"shutdown of worker{rank} .*: this thread serves .*shut_down"):
+        with pytest.raises(jd.WorldError):
             jd.rpc_sync(rank, shut_down, timeout=20)

@@ -218,7 +218,6 @@ TRANSFORMATIONS = {
     "several steps": optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
     "hyperparameters": optax.inject_hyperparams(optax.adam)(learning_rate=1e-3),
     "several": optax.multi_transform({"a": optax.lion(1e-3), "b": optax.sgd(0.1)}, {"w": "a", "b": "b"}),
-    "masked": optax.masked(optax.lamb(0.1), {"w": True, "b": False}),
     "jitted": optax.GradientTransformation(optax.adam(1e-2).init, jax.jit(optax.adam(1e-2).update)),
 }
 PARAMETERS = {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)}

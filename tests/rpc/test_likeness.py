@@ -7,49 +7,45 @@ import pytest
 
 from jdistgrad.wire import launcher_env
 
-REFUSED = """
-import sys
+TRIED = """
+import dataclasses
 import jax
 import jdistgrad as jd
+from jdistgrad.rpc import directory
 from jdistgrad.wire import launcher_env
-{before}
-try:
-    jd.init()
-except jd.WorldError as error:
-    print("refused:", error, flush=True)
-else:
-    print("agreed", flush=True)
-    jd.shutdown()
+
+def attempt():
+    try:
+        jd.init()
+    except jd.WorldError as error:
+        print("refused:", error, flush=True)
+    else:
+        print("agreed", flush=True)
+        jd.shutdown()
+
+jax.config.update("jax_enable_x64", launcher_env.rank() == 1)
+attempt()
+jax.config.update("jax_enable_x64", False)
+attempt()
+directory.settings = dataclasses.replace(directory.settings, same_script=False)
+attempt()
 """
 
 
-def test_what_all_must_have_alike(mpi_job):
-    job = mpi_job(3, REFUSED.format(before='jax.config.update("jax_enable_x64", launcher_env.rank() == 1)'))
-    job.expect("refused: init: the workers disagree on jax_enable_x64: rank 0 has False, rank 1 has True. Set jax.conf")
-    assert job.output.count("refused:") == 3
-
-
-@pytest.fixture
-def two_programs(mpi_job, tmp_path):
-    """Return a function that runs one script on rank 0 and another on ranks 1 and 2, like mpirun -n 1 ... : -n 2 ..."""
+def test_what_all_must_have_alike(mpi_job, tmp_path):
+    """One script on rank 0 and another on ranks 1 and 2, like mpirun -n 1 ... : -n 2 ...; and other settings."""
     for name in ("leads.py", "follows.py"):
-        (tmp_path / name).write_text(f"# {name}" + REFUSED.format(before=""))
+        (tmp_path / name).write_text(f"# {name}" + TRIED)
     become = f"""
         import os, sys  # not jdistgrad: it would load JAX twice
         script = "follows.py" if int(os.environ["OMPI_COMM_WORLD_RANK"]) else "leads.py"
         os.execv(sys.executable, [sys.executable, os.path.join({str(tmp_path)!r}, script)])
         """
-    return lambda **variables: mpi_job(3, become, **variables).output
-
-
-def test_two_scripts_are_refused(two_programs):
-    output = two_programs()
-    assert output.count("refused: init: the workers disagree on the script: rank 0 has leads.py (sha256 ") == 3, output
+    output = mpi_job(3, become).expect().output
+    said = "refused: init: the workers disagree on"
+    assert output.count(f"{said} jax_enable_x64: rank 0 has False, rank 1 has True. Set jax.conf") == 3, output
+    assert output.count(f"{said} the script: rank 0 has leads.py (sha256 ") == 3, output
     assert output.count("rank 1 has follows.py (sha256 ") == output.count("set JDISTGRAD_SAME_SCRIPT=0") == 3, output
-
-
-def test_two_scripts_that_are_meant(two_programs):
-    output = two_programs(JDISTGRAD_SAME_SCRIPT="0")
     assert output.count("agreed") == 3, output
 
 

@@ -97,14 +97,9 @@ PICKLED = {
 }
 
 
-@pytest.mark.parametrize("name", LAID_OUT)
-def test_arrays_arrive_as_they_were(name):
-    assert equal(arrived(LAID_OUT[name]), LAID_OUT[name])
-
-
-@pytest.mark.parametrize("name", PICKLED)
-def test_other_values_arrive_as_they_were(name):
-    value, got = PICKLED[name], arrived(PICKLED[name])
+@pytest.mark.parametrize("value", [*LAID_OUT.values(), *PICKLED.values()], ids=[*LAID_OUT, *PICKLED])
+def test_values_arrive_as_they_were(value):
+    got = arrived(value)
     if isinstance(value, OnlyArrays):
         value, got = value.array, got.array
     assert type(got) is type(value) or isinstance(value, jax.Array)

@@ -108,7 +108,7 @@ class Remote(Serial):
         values.extend(future.result() for future in futures)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(st.lists(STEPS, max_size=25))
 def check_program(steps):
     for expected, found in zip(run(steps, Serial()), run(steps, Remote()), strict=True):

@@ -12,6 +12,7 @@ from helpers.worlds import on_worker0
 import jdistgrad as jd
 from jdistgrad import threads
 from jdistgrad.threads import ThreadPool
+from jdistgrad.wire.polling import poll
 
 
 def threads_of(name):
@@ -63,16 +64,9 @@ def test_threads_that_have_nothing_to_do_end_but_for_one(monkeypatch):
         for _ in range(8):
             pool.run(barrier.wait)
         barrier.wait(20)
-        until(lambda: [thread.name for thread in threads_of("fewer")] == ["fewer-0"])
+        assert poll(lambda: [thread.name for thread in threads_of("fewer")] == ["fewer-0"], 20)
     pool.close()
     assert threads_of("fewer") == []
-
-
-def until(condition):
-    end = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def nap_and_add(seconds, x, y):
@@ -95,7 +89,7 @@ def test_calls_for_which_there_is_no_thread_are_served_later(world):
         expected = [peer + k for k in range(5) for peer in peers]
         assert [future.result(20) for future in futures] == expected
         assert [value.to_here() for value in values] == [peer + 100 for peer in peers]
-        until(lambda: sorted(seen) == sorted(expected))
+        assert poll(lambda: sorted(seen) == sorted(expected), 20)
     finally:
         feed()
         for peer in peers:

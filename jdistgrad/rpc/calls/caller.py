@@ -1,14 +1,12 @@
 """The caller's side of a call: check it, send it, and ensure that it is answered, expires or fails."""
 
 import functools
-import inspect
 import math
 import numbers
 import threading
 import time
-import types
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad._compat import trace_state_clean
@@ -18,88 +16,28 @@ from jdistgrad.rpc.calls.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
-from jdistgrad.rpc.futures import IS_ASYNC, CallFuture, Outcome
-from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.futures import CallFuture, Outcome
+from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
-from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 
 AnyWorker = str | int | WorkerInfo
-Invocation = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-Scoped = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], int]
+Invocation = tuple[Callable[..., Any], Args, Kwargs]
 
 CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError
-CALL, ON_LOST = "a call", "on_lost"
-
-
-class CallbacksUnderWay(NamedTuple):
-    """Callbacks that run.
-
-    Attributes:
-      of: what they are callbacks of: ``CALL`` or ``ON_LOST``.
-      function: the function that was called, or the callback of ``on_lost``.
-      peer: the rank of the worker that has answered, or is lost.
-      since: when they began.
-    """
-
-    of: str
-    function: Callable[..., Any]
-    peer: int
-    since: float
-
-
-class Callbacks:
-    """Users' callbacks, which run when an answer has come or a worker is lost: on a thread that may wait, as work.
-
-    The world stays open for them: they may call other workers.
-    """
-
-    def __init__(self, mailbox: Mailbox):
-        self._mailbox = mailbox
-        self._by_thread: dict[int, CallbacksUnderWay] = {}
-
-    def start(self, of: str, function: Callable[..., Any], peer: int, run: Callable[[], Any]) -> None:
-        """Run callbacks on another thread. When they have run, nothing refers to the answer: it may hold references."""
-        todo = [run]
-
-        def run_here() -> None:
-            run, thread = todo.pop(), threading.get_ident()
-            self._by_thread[thread] = CallbacksUnderWay(of, function, peer, time.monotonic())
-            try:
-                run()
-            finally:
-                del self._by_thread[thread], run
-
-        self._mailbox.run_counted(run_here)
-
-    def here(self) -> CallbacksUnderWay | None:
-        return self._by_thread.get(threading.get_ident())
-
-    def now(self) -> list[CallbacksUnderWay]:
-        return list(self._by_thread.values())
 
 
 class Caller:
-    """The pending calls of one worker.
+    """The part of a worker that makes calls.
 
     Arguments:
       check: raises if a call cannot be made: the world is closed or broken, or the other worker is lost.
-      is_serving: returns whether this thread serves a call.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        callbacks: Callbacks,
-        check: Callable[[Pending], None],
-        is_serving: Callable[[], bool],
-    ):
-        self._mailbox, self._callbacks, self._check, self._is_serving = mailbox, callbacks, check, is_serving
-        self._calls = PendingCalls()
-
-    def __len__(self) -> int:
-        return len(self._calls)
+    def __init__(self, mailbox: Mailbox, check: Callable[[Pending], None]):
+        self._mailbox, self._check = mailbox, check
+        self.pending = PendingCalls()
 
     def rpc_sync(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         call = function, args, kwargs
@@ -141,7 +79,7 @@ class Caller:
             body = self._mailbox.for_several(body)
         except CANNOT_BE_SENT as error:
             rest = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
-            raise cannot_call(f"{calls[0]}{rest}", error) from error
+            raise type(error)(f"cannot call {calls[0]}{rest}: {error}") from error
         for pending in calls:
             try:
                 self._send(Kind.CALL, pending, body, snapshot=True)
@@ -154,8 +92,10 @@ class Caller:
 
         A thread that serves a call does not wait: the calls that it would wait for may wait for its own.
         """
-        while self._calls.bytes > settings.in_flight_bytes and not self._is_serving():
-            leaving = self._calls.leaving(settings.in_flight_bytes)
+        while self.pending.bytes > settings.in_flight_bytes:
+            if any(one.what is CALL for one in self._mailbox.running_here()):
+                return
+            leaving = self.pending.leaving(settings.in_flight_bytes)
             if leaving is not None:  # else there is room by now
                 self._mailbox.wait_for((leaving,), None)
                 leaving.result()
@@ -170,23 +110,22 @@ class Caller:
 
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
         mailbox, peer = self._mailbox, pending.peer.rank
-        with put_off_interrupt():  # or a call that was not sent might stay in the table
-            self._calls.open(pending)
-            try:
-                self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
-                size = mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
-                self._calls.sent(pending, size)
-            except BaseException as error:
-                self._calls.close(pending.id)
-                if isinstance(error, CANNOT_BE_SENT):
-                    raise cannot_call(pending, error) from error
-                if isinstance(error, errors.WorkerLostError) and error.worker == peer:  # transports know no names
-                    raise errors.WorkerLostError(f"{pending}: {error}", worker=pending.peer) from error
-                raise
+        try:
+            self.pending.open(pending)
+            self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
+            size = mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
+            self.pending.sent(pending, size)
+        except BaseException as error:
+            self.pending.close(pending.id)
+            if isinstance(error, CANNOT_BE_SENT):
+                raise type(error)(f"cannot call {pending}: {error}") from error
+            if isinstance(error, errors.WorkerLostError) and error.worker == peer:  # transports know no names
+                raise errors.WorkerLostError(f"{pending}: {error}", worker=pending.peer) from error
+            raise
 
     def answered(self, message: Message) -> None:
         """Complete a call by its RESULT or FAILURE. The thread that waits for the answer opens it, not this one."""
-        pending = self._calls.close(message.id)
+        pending = self.pending.close(message.id)
         if pending is None:
             why = f"nobody waits for the answer to call {spell(message.id)}"
             self._mailbox.refuse(message.source, f"a {message.kind.name}", why)
@@ -199,10 +138,10 @@ class Caller:
         return (None, body.to_raise()) if message.kind is Kind.FAILURE else (body, None)
 
     def expire(self, now: float) -> None:
-        if not self._calls.may_expire(now):
+        if now < self.pending.first_deadline:
             return
         with self._mailbox.work.under_way():  # from a call's end to its callbacks
-            for pending in self._calls.expire(now):
+            for pending in self.pending.expire(now):
                 text = (
                     f"{pending}, was not answered within {pending.timeout:g} s. Give the call (timeout=) or the world "
                     f"(init(timeout=)) more time if it may take that long."
@@ -210,31 +149,20 @@ class Caller:
                 self._fail(pending, errors.CallTimeoutError(text, worker=pending.peer, seconds=pending.timeout))
 
     def fail_all(self, make_error: Callable[[Pending], BaseException], peer: int | None = None) -> None:
-        """Fail every call, or every call to one peer."""
         with self._mailbox.work.under_way():
-            for pending in self._calls.close_all(peer):
+            for pending in self.pending.close_all(peer):
                 self._fail(pending, make_error(pending))
-
-    def pending(self) -> list[Pending]:
-        return self._calls.now()
-
-    def awaited(self) -> set[int]:
-        return self._calls.peers()
 
     def _fail(self, pending: Pending, error: BaseException) -> None:
         call_ended(pending, failed=True)
         self._complete(pending, lambda: (None, error))
 
     def _complete(self, pending: Pending, opener: Callable[[], Outcome]) -> None:
-        start = functools.partial(self._callbacks.start, CALL, pending.function, pending.peer.rank)
-        pending.future.answer(opener, start)
+        run = functools.partial(self._mailbox.run_callbacks, CALLBACKS, pending.function, pending.peer.rank)
+        pending.future.answer(opener, run)
 
 
-def cannot_call(what: object, error: errors.DistgradError) -> errors.DistgradError:
-    return type(error)(f"cannot call {what}: {error}")
-
-
-def scoped(call: Invocation, peer: int) -> Invocation | Scoped:
+def scoped(call: Invocation, peer: int) -> tuple[Any, ...]:
     """Return the call with the id of the scope it was made in, if any; the scope then includes the peer."""
     scope = current_scope()
     if scope is None:
@@ -246,13 +174,11 @@ def scoped(call: Invocation, peer: int) -> Invocation | Scoped:
 def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None:
     """Raise if a call is invalid. This checks only arguments that are handed over; the encoder checks all others."""
     function, *arguments = call
-    if not callable(function) or isinstance(function, WorkerInfo):
+    if not callable(function):
         raise errors.FunctionError(
             f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
             f"rpc_sync({peer.name!r}, function, args=(...))"
         )
-    if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
-        raise errors.FunctionError(f"{describe(function)} {IS_ASYNC}")
     if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
         raise refuse_traced(f"cannot call {describe(function)} on {peer}")
 

@@ -1,22 +1,18 @@
 """Pending calls and their deadlines, a state machine without clock or I/O; and the events of calls."""
 
 import dataclasses
+import functools
 import math
 import threading
 import time
-import types
 from typing import Any
 
 from jdistgrad import events
 from jdistgrad.events import Event
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.functions import ServedFunction, describe, described
+from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import InterruptibleFuture
-
-Facts = tuple[
-    str, str | tuple[str, str], int | None
-]  # of a function: kind of event, name or parts of it, id in a context
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -54,7 +50,7 @@ class PendingCalls:
 
     def __init__(self) -> None:
         self._by_id: dict[int, Pending] = {}
-        self._first_deadline = math.inf  # or that of a call which has been answered since
+        self.first_deadline = math.inf  # no call expires before; it may be that of a call which has been answered since
         self._leaving: InterruptibleFuture[None] | None = None  # somebody waits until a call with a size leaves
         self._lock = threading.Lock()
         self.bytes = 0  # of all calls
@@ -65,7 +61,7 @@ class PendingCalls:
     def open(self, call: Pending) -> None:
         with self._lock:
             self._by_id[call.id] = call
-            self._first_deadline = min(self._first_deadline, call.deadline)
+            self.first_deadline = min(self.first_deadline, call.deadline)
 
     def sent(self, call: Pending, size: int) -> None:
         """Note the size of a call's message, unless the call has been answered since."""
@@ -91,17 +87,13 @@ class PendingCalls:
             call = self._by_id.get(identifier)
             return None if call is None else self._remove(call)
 
-    def may_expire(self, now: float) -> bool:
-        return self._first_deadline <= now
-
     def expire(self, now: float) -> list[Pending]:
         with self._lock:
             expired = [self._remove(call) for call in list(self._by_id.values()) if call.deadline <= now]
-            self._first_deadline = min((call.deadline for call in self._by_id.values()), default=math.inf)
+            self.first_deadline = min((call.deadline for call in self._by_id.values()), default=math.inf)
             return expired
 
     def close_all(self, peer: int | None = None) -> list[Pending]:
-        """Remove and return every call, or every call to one peer."""
         with self._lock:
             calls = [call for call in self._by_id.values() if peer is None or call.peer.rank == peer]
             return [self._remove(call) for call in calls]
@@ -130,47 +122,33 @@ class PendingCalls:
 def call_ended(call: Pending, *, failed: bool) -> None:
     """Report a call on its caller, from its sending to its answer."""
     if events.sink is not None:
-        ids = call.id, facts_of(call.function)
-        events.pass_on((_call, *ids, call.caller, call.peer, call.since, time.monotonic(), failed))
+        told = call.id, facts_of(call.function), call.caller, call.peer, call.since, time.monotonic(), failed
+        events.pass_on((_event, *told))
 
 
 def call_served(identifier: int | None, function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
-    """Report a call on its callee, from its arrival to the sending of the answer."""
+    """Report a call on its callee, from its arrival to the sending of the answer; without an id a part of one."""
     if events.sink is not None:
-        events.pass_on((_served, identifier, facts_of(function), worker, since, time.monotonic(), failed))
+        events.pass_on((_event, identifier, facts_of(function), worker, None, since, time.monotonic(), failed))
 
 
-def task_served(function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
-    call_served(None, function, worker, since, failed=failed)
+task_served = functools.partial(call_served, None)
 
 
-def facts_of(function: Any) -> Facts:
-    """Return what an event says of a function. A plain function's name, of most calls, is put together later."""
-    if type(function) is types.FunctionType:
-        return events.SERVE, (function.__module__, function.__qualname__), None
+def facts_of(function: Any) -> tuple[str, str, int | None]:
+    """Return what an event says of a function: the event's kind, the function's name, and its id in a context."""
     if isinstance(function, ServedFunction):
         return function.served_as, function.label, function.recorded_as
     return events.SERVE, describe(function), None
 
 
-def _call(*told: Any) -> Event:
-    identifier, facts, caller, peer, since, end, failed = told
-    return _event(events.CALL, facts, caller, since, end, {"call": spell(identifier), "to": peer.name}, failed=failed)
-
-
-def _served(*told: Any) -> Event:
-    identifier, facts, worker, since, end, failed = told
-    details = {} if identifier is None else {"call": spell(identifier)}
-    return _event(facts[0], facts, worker, since, end, details, failed=failed)
-
-
-def _event(
-    kind: str, facts: Facts, worker: WorkerInfo, since: float, end: float, details: dict[str, Any], *, failed: bool
-) -> Event:
-    _, name, message = facts
+def _event(*told: Any) -> Event:
+    identifier, (kind, name, message), worker, to, since, end, failed = told
+    details: dict[str, Any] = {} if identifier is None else {"call": spell(identifier)}
+    if to is not None:
+        kind, details["to"] = events.CALL, to.name
     if message is not None:  # the id under which a context knows the call's recording or pullback
         details["message"] = spell(message)
     if failed:
         details["failed"] = True
-    shown = name if isinstance(name, str) else described(*name)
-    return Event(kind, worker.rank, worker.name, shown, since, end, details)
+    return Event(kind, worker.rank, worker.name, name, since, end, details)

@@ -11,14 +11,12 @@ import threading
 import time
 
 from jdistgrad import errors
-from jdistgrad.rpc.calls.caller import CALL, ON_LOST, Callbacks, Caller
-from jdistgrad.rpc.functions import describe as described
+from jdistgrad.rpc.calls.caller import Caller
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.members.losses import Losses
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.members.termination import Patience, Report, Survey, describe
 from jdistgrad.rpc.references.table import Releasing
-from jdistgrad.rpc.serving.server import Server, Serving
 from jdistgrad.wire.message import Kind, Message
 from jdistgrad.wire.polling import poll
 
@@ -35,26 +33,19 @@ class Closing:
     """A worker's part in closing the world. It answers surveys from the start; ``run`` takes part in the shutdown.
 
     Attributes:
-      wanted: whether this worker is in ``shutdown``.
+      wanted: whether this worker is in ``shutdown``, and ``since`` when.
+      gone: after this worker was told to close: who has been told too, or has ended.
       only_serves: whether it has no program.
       gave_up: the error text of the latest ``run``, if it timed out.
     """
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        caller: Caller,
-        callbacks: Callbacks,
-        peers: Peers,
-        losses: Losses,
-        releasing: Releasing,
-        server: Server,
-    ):
-        self._mailbox, self._caller, self._callbacks = mailbox, caller, callbacks
-        self._peers, self._losses, self._releasing, self._server = peers, losses, releasing, server
+    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, losses: Losses, releasing: Releasing):
+        self._mailbox, self._caller, self._peers = mailbox, caller, peers
+        self._losses, self._releasing = losses, releasing
         self.wanted = self.only_serves = False
         self._told_to_close = threading.Event()
-        self._gone: set[int] = set()  # after this worker was told to close: who has been told too, or has ended
+        self.gone: set[int] = set()
+        self.since = 0.0
         self._survey, self._round, self._round_complete = Survey(mailbox.size), 0, threading.Event()
         self._timeout = self._deadline = math.inf
         self._patience = Patience(math.inf, 0.0)
@@ -69,9 +60,6 @@ class Closing:
     def conductor(self) -> int:
         """Return the rank of the worker that finds out when the world is quiet."""
         return min(set(range(self._mailbox.size)) - self._peers.lost.keys(), default=self._mailbox.rank)
-
-    def waited(self, now: float) -> float | None:
-        return now - self._patience.started if self.wanted else None
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker from closing."""
@@ -96,7 +84,7 @@ class Closing:
         self._check()
         self.gave_up, self.only_serves = None, only_serves
         self._patience = Patience(math.inf if only_serves else SPEAK_SECONDS, now)
-        self.wanted = True
+        self.wanted, self.since = True, now
         mailbox.transport.serve_only(only=True)
         try:
             while not self.told:
@@ -105,7 +93,7 @@ class Closing:
                 self._wait(self._told_to_close)
             if mailbox.survives:
                 everybody = set(range(mailbox.size))
-                poll(lambda: self._gone | self._peers.lost.keys() | {mailbox.rank} >= everybody, TOGETHER_SECONDS)
+                poll(lambda: self.gone | self._peers.lost.keys() | {mailbox.rank} >= everybody, TOGETHER_SECONDS)
         except errors.CallTimeoutError as error:
             self.wanted = False
             mailbox.transport.serve_only(only=False)
@@ -127,7 +115,7 @@ class Closing:
 
     def _ask_everybody(self) -> None:
         self._round += 1
-        self._survey.start()
+        self._survey.reports = {}  # those of a round that was given up do not count
         self._round_complete.clear()
         self._tell_all(Kind.SURVEY)
 
@@ -174,35 +162,35 @@ class Closing:
     def _log_wait(self) -> None:
         """Warn, now and then, of what the shutdown waits for; only the lowest rank in ``shutdown`` does so."""
         now, mailbox = time.monotonic(), self._mailbox
-        if not self._patience.wants_to_look(now):
+        if now < self._patience.next_look:
             return
         reports = self._reports()
         lowest = min((rank for rank, report in reports.items() if report.closing), default=None)
         if self._patience.ends(reports, now) and lowest == mailbox.rank:
             waited_for = describe(mailbox.directory.workers, reports, self._peers.lost)
-            log.warning("shutdown of %s: waiting %.0f s %s", mailbox.info, now - self._patience.started, waited_for)
+            log.warning("shutdown of %s: waiting %.0f s %s", mailbox.info, now - self.since, waited_for)
 
     def _reports(self) -> dict[int, Report]:
-        """Return the latest report of each worker that has given one. The coordinator has asked for them already."""
+        """Return the latest report of each worker that has given one. Who conducts has asked for them already."""
         if self._mailbox.rank != self.conductor:
             self._ask_everybody()
         end = time.monotonic() + ASK_SECONDS
         while not (self.told or time.monotonic() > end or self._round_complete.wait(LOOK_SECONDS)):
             pass
-        return self._survey.known()
+        return {**self._survey.before, **self._survey.reports}
 
     # On the transport's thread.
 
     def handle(self, message: Message) -> None:
         if message.kind is Kind.SURVEY:
-            reply = Message(Kind.REPORT, self._mailbox.rank, message.id, self._report().plain())
+            reply = Message(Kind.REPORT, self._mailbox.rank, message.id, tuple(self._report()))
             self._mailbox.post(message.source, reply)
         elif message.kind is Kind.REPORT and message.id == self._round:
-            self._survey.add(message.source, Report.of(message.body))
+            self._survey.reports[message.source] = Report(*message.body)
             if self._survey.complete:
                 self._round_complete.set()
         elif message.kind is Kind.CLOSE and self.wanted:
-            self.gone(message.source)
+            self.gone.add(message.source)
             if self._mailbox.survives and not self.told:  # the first one to say so may have died meanwhile
                 self._told_to_close.set()
                 self._tell_all(Kind.CLOSE)
@@ -211,12 +199,9 @@ class Closing:
             for peer in set(range(self._mailbox.size)) - {self._mailbox.rank}:
                 self._peers.lose(peer, "the world was shut down without waiting for this worker any longer")
 
-    def gone(self, peer: int) -> None:
-        self._gone.add(peer)
-
     def lose(self, peer: int) -> None:
         if self._mailbox.survives:
-            self._survey.leave_out(peer)
+            self._survey.awaited.discard(peer)
             if self._survey.complete:
                 self._round_complete.set()
 
@@ -227,10 +212,6 @@ class Closing:
             log.error("%s: what was dropped before the end was not told: %s", self._mailbox.info, error)
         lost, now = tuple(sorted(self._peers.lost)), time.monotonic()
         sent, received, serving = self._mailbox.work.counts(lost)
-        busy = bool(serving or len(self._caller) or self._losses.busy)
-        texts = {CALL: "the callbacks of {}", ON_LOST: "{} (on_lost)"}
-        callbacks = tuple(  # shown as calls that those who have answered, or are lost, have made
-            Serving(texts[one.of].format(described(one.function)), one.peer, now - one.since)
-            for one in self._callbacks.now()
-        )
-        return Report(self.wanted, busy, sent, received, self._server.shown() + callbacks, lost)
+        busy = bool(serving or len(self._caller.pending) or self._losses.busy)
+        running = tuple((str(one), one.peer, now - one.since) for one in list(self._mailbox.running.values()))
+        return Report(self.wanted, busy, sent, received, running, lost)

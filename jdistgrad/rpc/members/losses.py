@@ -15,15 +15,13 @@ import threading
 from collections.abc import Callable
 
 from jdistgrad import errors
-from jdistgrad.rpc.calls.caller import ON_LOST, Callbacks
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.mailbox import ON_LOST, Mailbox
 from jdistgrad.rpc.members.peers import Peers
 from jdistgrad.rpc.references.table import References, Releasing
 from jdistgrad.rpc.scopes import Scope, ScopeTable
 from jdistgrad.wire.ids import spell, worker_of
 from jdistgrad.wire.message import Kind, Message
-from jdistgrad.wire.transport import Task
 
 Callback = Callable[[WorkerInfo, str], object]
 
@@ -38,17 +36,11 @@ class Losses:
     """
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        callbacks: Callbacks,
-        peers: Peers,
-        references: References,
-        releasing: Releasing,
-        scopes: ScopeTable,
+        self, mailbox: Mailbox, peers: Peers, references: References, releasing: Releasing, scopes: ScopeTable
     ):
-        self._mailbox, self._running, self._peers, self._references = mailbox, callbacks, peers, references
+        self._mailbox, self._peers, self._references = mailbox, peers, references
         self._releasing, self._scopes = releasing, scopes
-        self._lost: dict[int, WorkerInfo] = {}
+        self._lost: dict[int, str] = {}  # with the reasons
         self._settled: set[tuple[int, int]] = set()  # settlements that have come: survivor and lost worker
         self.busy = False
         self._asked: list[tuple[int, int, int]] = []  # lost worker, owner that asks to settle, what to forget before
@@ -58,34 +50,35 @@ class Losses:
     def on_lost(self, callback: Callback) -> None:
         with self._lock:
             self._callbacks.append(callback)
-            before = list(self._lost.values())
-        for info in before:
-            self._call(callback, info)
+            before = list(self._lost)
+        for lost in before:
+            self._call(callback, lost)
 
-    def _call(self, callback: Callback, info: WorkerInfo) -> None:
+    def _call(self, callback: Callback, lost: int) -> None:
+        info = self._mailbox.directory.workers[lost]
+
         def run() -> None:
             try:
-                callback(info, self._peers.reasons[info.rank])
+                callback(info, self._lost[lost])
             except Exception:
                 log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
 
-        self._running.start(ON_LOST, callback, info.rank, run)
+        self._mailbox.run_callbacks(ON_LOST, callback, lost, run)
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker from freeing values."""
         return {survivor for survivor, _ in self._open_settlements()} if self.busy else set()
 
-    def lose(self, info: WorkerInfo) -> None:
-        """Take note that a worker is lost; what takes time runs on another thread."""
+    def lose(self, lost: int, reason: str) -> None:
         with self._lock:
-            if info.rank in self._lost:
+            if lost in self._lost:
                 return
-            self._lost[info.rank] = info
+            self._lost[lost] = reason
             callbacks = list(self._callbacks)
             if self._mailbox.survives:
-                self._settle(info.rank)
+                self._settle(lost)
         for callback in callbacks:
-            self._call(callback, info)
+            self._call(callback, lost)
 
     def _tell(self, peer: int, message: Message) -> None:
         """Tell another worker of a loss. If that fails, the others must still be told."""
@@ -97,16 +90,17 @@ class Losses:
     # References.
 
     def _settle(self, lost: int) -> None:
-        mailbox, why, self.busy = self._mailbox, self._peers.reasons[lost], True
+        mailbox, why, self.busy = self._mailbox, self._lost[lost], True
         self._tell(lost, Message(Kind.LOST, mailbox.rank, lost, (why, 0, False)))  # it may only stand still
         mailbox.transport.lose(lost)
-        error = errors.WorkerLostError(f"the value was not made: {self._peers.lost[lost]}", worker=self._lost[lost])
+        info, text = mailbox.directory.workers[lost], f"the value was not made: {self._peers.lost[lost]}"
+        error = errors.WorkerLostError(text, worker=info)
         for entry in self._references.lose(lost, error):
             mailbox.run_counted(functools.partial(entry.value.set_exception, error))
         for peer in set(range(mailbox.size)) - {mailbox.rank, *self._lost}:
             count = self._references.forgettable[peer]
             self._tell(peer, Message(Kind.LOST, mailbox.rank, lost, (why, count, lost in self._peers.silent)))
-        self._scopes.lose(lost)
+        self._scopes.lost.add(lost)
         mailbox.run_counted(functools.partial(self._let_go_of_contexts, lost))
         self._end_hold()
 
@@ -155,7 +149,7 @@ class Losses:
         if not self.busy:
             return
         with self._lock:
-            if not self._open_settlements() and not any(map(self._mailbox.work.serves, self._lost)):
+            if not self._open_settlements() and not any(self._mailbox.work.serving[one] for one in self._lost):
                 freed = self._references.sweep()
                 self._mailbox.run_counted(freed.clear)
                 self.busy = False
@@ -165,7 +159,7 @@ class Losses:
     def _let_go_of_contexts(self, lost: int) -> None:
         taking_part: dict[int, list[tuple[int, bool]]] = {}
         for identifier in self._scopes.identifiers():
-            scope, opener = self._scopes.find_open(identifier), worker_of(identifier)
+            scope, opener = self._scopes.open.get(identifier), worker_of(identifier)
             if opener == lost:
                 self._releasing.close_scope(identifier)
             elif scope is not None and opener == self._mailbox.rank:
@@ -175,24 +169,20 @@ class Losses:
         for opener, contexts in taking_part.items():
             self._tell(opener, Message(Kind.PARTAKE, self._mailbox.rank, lost, contexts))
 
-    def takes_part(self, message: Message) -> Task:
-        """Return the task that answers a worker that takes part in contexts which were opened here."""
-
-        def answer() -> None:
-            for identifier, reached in message.body:
-                scope = self._scopes.find_open(identifier)
-                try:
-                    if scope is None:
-                        raise errors.ContextError("closed")
-                    scope.includes(message.source)
-                except errors.ContextError:
-                    self._tell(message.source, Message(Kind.RELEASE, self._mailbox.rank, identifier))
-                    continue
-                if scope.error is not None:
-                    self._tell_failed(message.source, scope, message.id)
-                self._fail_if_lost(scope, message.id, reached=reached)
-
-        return self._mailbox.work.counted(answer)
+    def takes_part(self, message: Message) -> None:
+        """Answer a worker that takes part in contexts which were opened here."""
+        for identifier, reached in message.body:
+            scope = self._scopes.open.get(identifier)
+            try:
+                if scope is None:
+                    raise errors.ContextError("closed")
+                scope.includes(message.source)
+            except errors.ContextError:
+                self._tell(message.source, Message(Kind.RELEASE, self._mailbox.rank, identifier))
+                continue
+            if scope.error is not None:
+                self._tell_failed(message.source, scope, message.id)
+            self._fail_if_lost(scope, message.id, reached=reached)
 
     def _fail_if_lost(self, scope: Scope, lost: int, *, reached: bool) -> None:
         """Fail a context that was opened here, and that a lost worker took part in, on all that take part."""
@@ -203,14 +193,15 @@ class Losses:
 
     def _tell_failed(self, peer: int, scope: Scope, lost: int) -> None:
         if peer not in self._lost and peer != self._mailbox.rank:
-            self._tell(peer, Message(Kind.BREAK, self._mailbox.rank, scope.id, (lost, self._peers.reasons[lost])))
+            self._tell(peer, Message(Kind.BREAK, self._mailbox.rank, scope.id, (lost, self._lost[lost])))
 
-    def broken(self, message: Message) -> Task:
-        """Return the task that fails a context, as its opener tells."""
+    def broken(self, message: Message) -> None:
+        """Fail a context, as its opener tells."""
         lost, why = message.body
         self._peers.lose(lost, why)
-        scope, error = self._scopes.find_open(message.id), self._error(message.id, lost)
-        return self._mailbox.work.counted(lambda: None if scope is None else scope.give_up(error))
+        scope = self._scopes.open.get(message.id)
+        if scope is not None:
+            scope.give_up(self._error(message.id, lost))
 
     def _error(self, context: int, lost: int) -> errors.WorkerLostError:
         text = (

@@ -8,7 +8,6 @@ A process that itself stands still (Ctrl-Z, a suspended machine, a thread that k
 time does not count as silence of its peers.
 """
 
-import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable
@@ -22,14 +21,6 @@ from jdistgrad.wire.message import Kind, Message
 log = logging.getLogger("jdistgrad.rpc")
 
 
-@dataclasses.dataclass(slots=True)
-class Watch:
-    """An awaited peer: when it was last heard, and when it was last asked."""
-
-    heard: float
-    asked: float
-
-
 class Liveness:
     """The choice of the peers to ask for a sign of life, and of those to give up: a state machine without clock or I/O.
 
@@ -40,24 +31,26 @@ class Liveness:
     def __init__(self, interval: float, limit: float):
         self.interval, self.limit = min(interval, limit / 4), limit
         self._looked, self._awake = -math.inf, 0.0
-        self._watched: dict[int, Watch] = {}
+        self._heard: dict[int, float] = {}  # by awaited peer: when it was last heard, and when it was last asked
+        self._asked: dict[int, float] = {}
 
     def heard(self, peer: int) -> None:
-        watch = self._watched.get(peer)
-        if watch is not None:
-            watch.heard = self._awake
+        times = self._heard  # ``look`` may put others in its place meanwhile
+        if peer in times:
+            times[peer] = self._awake
 
     def look(self, awaited: Iterable[int], now: float) -> tuple[list[int], list[int]]:
         """Return which awaited peers to ask and which to give up. Call this regularly, because it counts the time."""
         self._awake += min(now - self._looked, self.interval / 2)
         self._looked, awake = now, self._awake
-        self._watched = {peer: self._watched.get(peer) or Watch(awake, awake) for peer in awaited}
+        self._heard = {peer: self._heard.get(peer, awake) for peer in awaited}
+        self._asked = {peer: self._asked.get(peer, awake) for peer in self._heard}
         ask, lost = [], []
-        for peer, watch in self._watched.items():
-            if awake - watch.heard >= self.limit:
+        for peer, heard in self._heard.items():
+            if awake - heard >= self.limit:
                 lost.append(peer)
-            elif awake - max(watch.heard, watch.asked) >= self.interval:
-                watch.asked = awake
+            elif awake - max(heard, self._asked[peer]) >= self.interval:
+                self._asked[peer] = awake
                 ask.append(peer)
         return ask, lost
 
@@ -66,24 +59,20 @@ class Peers:
     """A worker's knowledge of its peers.
 
     Arguments:
-      tell: called with each worker that is given up, and the reason.
+      tell: called with each worker that is given up, each time, and the reason.
 
     Attributes:
-      lost: the ranks that have been given up, each with the name and the reason. ``reasons``: the reasons alone.
+      lost: the ranks that have been given up, each with the name and the reason.
       silent: the ranks that were given up because they gave no sign of life, and may still be there.
       left: whether this worker has begun to tell the others that it leaves.
     """
 
     def __init__(self, mailbox: Mailbox, tell: Callable[[WorkerInfo, str], None]):
         self._mailbox, self._tell = mailbox, tell
-        self._liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
+        self.liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
         self.lost: dict[int, str] = {}
-        self.reasons: dict[int, str] = {}
         self.silent: set[int] = set()
         self.left = False
-
-    def heard(self, peer: int) -> None:
-        self._liveness.heard(peer)
 
     def look(self, awaited: set[int], now: float) -> None:
         """Ask awaited peers for a sign of life; give up a peer that has given none for too long.
@@ -93,14 +82,14 @@ class Peers:
         mailbox = self._mailbox
         if mailbox.hands_over:
             return
-        ask, silent = self._liveness.look(awaited - {mailbox.rank, *self.lost}, now)
+        ask, silent = self.liveness.look(awaited - {mailbox.rank, *self.lost}, now)
         for peer in ask:
             try:
                 mailbox.post(peer, Message(Kind.PING, mailbox.rank, 0))
             except errors.DistgradError as error:  # it will be silent
                 log.debug("%s could not ask rank %d for a sign of life: %s", mailbox.info, peer, error)
         for peer in silent:
-            self.lose_silent(peer, f"it gave no sign of life for {self._liveness.limit:g} s")
+            self.lose_silent(peer, f"it gave no sign of life for {self.liveness.limit:g} s")
 
     def lose_silent(self, peer: int, reason: str) -> None:
         """Give up a peer that may still be there. In a world that survives it is killed, if it is on this machine."""
@@ -114,8 +103,8 @@ class Peers:
     def lose(self, peer: int, reason: str) -> None:
         """Give a peer up: present and later calls to it fail."""
         info = self._mailbox.directory.workers[peer]
-        self.reasons.setdefault(peer, reason)
-        self._tell(info, self.lost.setdefault(peer, f"{info} is lost: {self.reasons[peer]}"))
+        self.lost.setdefault(peer, f"{info} is lost: {reason}")
+        self._tell(info, reason)
 
     def leave(self, why: str) -> None:
         self.left, mailbox = True, self._mailbox

@@ -8,82 +8,66 @@ A lost worker is left out. Each worker reports whom it has lost, and counts only
 takes messages of a lost worker any more, so the counts of workers that have lost the same ones balance as above.
 """
 
-import dataclasses
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
-
-from jdistgrad.rpc.serving.server import Serving
+from typing import Any, NamedTuple
 
 SHOWN = 3  # calls of one worker
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Report:
-    """A worker's answer to a survey. ``sent`` and ``received`` count messages that carry work.
+class Report(NamedTuple):
+    """A worker's answer to a survey.
 
-    ``lost``: the workers that it has lost, in order; their messages are not counted. ``serving`` is for people to read.
+    Attributes:
+      sent, received: how many messages that carry work.
+      serving: for people to read: functions, the ranks that have called them, and for how many seconds they run.
+      lost: the workers that it has lost, in order; their messages are not counted.
     """
 
     closing: bool
     busy: bool
     sent: int
     received: int
-    serving: tuple[Serving, ...] = dataclasses.field(default=(), compare=False)
+    serving: tuple[tuple[str, int, float], ...] = ()
     lost: tuple[int, ...] = ()
-
-    def plain(self) -> tuple[Any, ...]:
-        """Return the report as numbers, strings and tuples only."""
-        return self.closing, self.busy, self.sent, self.received, tuple(map(tuple, self.serving)), self.lost
-
-    @classmethod
-    def of(cls, plain: tuple[Any, ...]) -> "Report":
-        closing, busy, sent, received, serving, lost = plain
-        return cls(closing, busy, sent, received, tuple(Serving(*one) for one in serving), tuple(lost))
 
 
 class Survey:
-    """The reports of one round after another, until the world is quiet."""
+    """The reports of one round after another, until the world is quiet.
+
+    Attributes:
+      awaited: the workers that are not lost.
+      reports: those of this round, by worker. ``before``: those of the round before.
+    """
 
     def __init__(self, size: int):
-        self._awaited = set(range(size))
-        self._reports: dict[int, Report] = {}
-        self._before: Mapping[int, Report] | None = None
-
-    def start(self) -> None:
-        """Begin a round. The reports of an abandoned round do not count."""
-        self._reports = {}
-
-    def add(self, rank: int, report: Report) -> None:
-        self._reports[rank] = report
+        self.awaited = set(range(size))
+        self.reports: dict[int, Report] = {}
+        self.before: dict[int, Report] = {}
 
     @property
     def complete(self) -> bool:
-        return self._awaited <= self._reports.keys()
-
-    def leave_out(self, rank: int) -> None:
-        """Wait no longer for the report of a lost worker."""
-        self._awaited.discard(rank)
-
-    def known(self) -> dict[int, Report]:
-        """Return the latest report of each worker that has given one."""
-        return {**(self._before or {}), **self._reports}
+        return self.awaited <= self.reports.keys()
 
     def conclude(self) -> bool:
         """End the round; return True when the world is quiet. Every worker that is not lost must have reported."""
         assert self.complete
-        self._reports = {rank: report for rank, report in self._reports.items() if rank in self._awaited}
-        reports = self._reports.values()
+        now = {rank: report for rank, report in self.reports.items() if rank in self.awaited}
+        reports = now.values()
         still = all(report.closing and not report.busy for report in reports)
         balanced = sum(report.sent for report in reports) == sum(report.received for report in reports)
         agreed = len({report.lost for report in reports}) == 1
-        quiet = still and balanced and agreed and self._before == self._reports
-        self._before, self._reports = self._reports, {}
-        return quiet
+        unchanged = _counts(now) == _counts(self.before)
+        self.before, self.reports = now, {}
+        return still and balanced and agreed and unchanged
+
+
+def _counts(reports: Mapping[int, Report]) -> dict[int, Report]:
+    return {rank: report._replace(serving=()) for rank, report in reports.items()}
 
 
 def describe(workers: Sequence[Any], reports: Mapping[int, Report], lost: Collection[int] = ()) -> str:
     """Describe which workers that are not lost keep a world open, and by what, as far as their reports tell."""
-    callers = {call.caller for report in reports.values() for call in report.serving}
+    callers = {caller for report in reports.values() for _, caller, _ in report.serving}
     found = []
     for worker in workers:
         report = reports.get(worker.rank)
@@ -95,7 +79,7 @@ def describe(workers: Sequence[Any], reports: Mapping[int, Report], lost: Collec
         doing = [] if report.closing else ["has not called shutdown"]
         if report.serving:
             shown = report.serving[:SHOWN]
-            calls = [f"{one.function}, called by {workers[one.caller]} {one.seconds:.0f} s ago" for one in shown]
+            calls = [f"{what}, called by {workers[caller]} {seconds:.0f} s ago" for what, caller, seconds in shown]
             more = len(report.serving) - SHOWN
             doing.append("serves " + ", and ".join(calls) + (f", and {more} more calls" if more > 0 else ""))
         elif report.closing and report.busy and worker.rank not in callers:
@@ -113,18 +97,12 @@ class Patience:
     """
 
     def __init__(self, seconds: float, now: float):
-        self.started = now
-        self._seconds, self._next_look, self._enough, self._still_since = seconds, now + seconds, seconds, now
+        self._seconds, self.next_look, self._enough, self._still_since = seconds, now + seconds, seconds, now
         self._before: Any = None
-
-    def wants_to_look(self, now: float) -> bool:
-        if now < self._next_look:
-            return False
-        self._next_look = now + self._seconds
-        return True
 
     def ends(self, reports: Mapping[int, Report], now: float) -> bool:
         """Return whether to log these reports now. If all workers want to close, movement does not postpone that."""
+        self.next_look = now + self._seconds
         moved = {rank: (report.sent, report.received) for rank, report in reports.items()}
         if moved != self._before and not all(report.closing for report in reports.values()):
             self._still_since = now

@@ -7,15 +7,15 @@ shutting down will never come: then a wait outside MPI ends with an error that s
 job.
 """
 
-import contextlib
 import dataclasses
 import functools
 import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable
 from types import FrameType
+from typing import NamedTuple
 
 from jdistgrad import errors
 from jdistgrad.config import settings
@@ -24,7 +24,6 @@ from jdistgrad.rpc.current import within
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.members.closing import Closing
 from jdistgrad.rpc.members.peers import Peers
-from jdistgrad.rpc.serving.server import Server
 from jdistgrad.threads import frames
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
@@ -59,16 +58,29 @@ class CollectiveEntry:
     by_calls: bool = False
 
 
+class Absence(NamedTuple):
+    """Why a worker that is elsewhere will not come to a collective, if that stays so for some seconds.
+
+    Attributes:
+      awaits: the collectives in which it waits for this worker, which is not there.
+      places: the lines that both are in then: a thread that still computes may come, if only this changes now and then.
+    """
+
+    why: str
+    seconds: float
+    awaits: frozenset[CollectiveEntry] = frozenset()
+    places: tuple[str, ...] = ()
+
+
 @dataclasses.dataclass(eq=False)
 class Participation:
-    """A collective that this worker is in.
+    """A collective that this worker is in, or a meeting by calls, whose calls find out who does not come.
 
     Attributes:
       blocking: it waits inside MPI, and only ``interrupt``, or else the end of the job, ends that.
       interrupt: ends the collective on all ranks that can do without one that is lost.
       goes_on: whether the others do not wait for a lost worker in it.
-      elsewhere: since when each peer is known to be somewhere else.
-      deadlocked: the collectives in which a peer awaits this worker, with both workers' lines, and since when.
+      absent: the peers that are elsewhere, each with the reason and since when it has been this one.
     """
 
     entry: CollectiveEntry
@@ -76,30 +88,15 @@ class Participation:
     blocking: bool
     interrupt: Callable[[], None] | None = None
     goes_on: bool = False
+    thread: int = dataclasses.field(default_factory=threading.get_ident)
     since: float = dataclasses.field(default_factory=time.monotonic)
     asked: float = 0.0
     error: errors.DistgradError | None = None
-    elsewhere: dict[int, float] = dataclasses.field(default_factory=dict)
-    deadlocked: "dict[int, tuple[Crossing, float]]" = dataclasses.field(default_factory=dict)
+    absent: dict[int, tuple[Absence, float]] = dataclasses.field(default_factory=dict)
 
     def check(self) -> None:
-        """Raise if a participant will never come."""
         if self.error is not None:
             raise self.error
-
-
-@dataclasses.dataclass(frozen=True)
-class MeetingByCalls:
-    """A meeting whose calls find out who does not come. Reports show it in the place of the calls of its thread."""
-
-    what: str
-    peers: frozenset[int]
-    thread: int = dataclasses.field(default_factory=threading.get_ident)
-    since: float = dataclasses.field(default_factory=time.monotonic)
-
-    @property
-    def entry(self) -> CollectiveEntry:
-        return CollectiveEntry(self.what, group=self.what, turn=0, by_calls=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,35 +105,27 @@ class Location:
 
     Attributes:
       there: whether it is in the collective that the question is about.
-      closing: whether it is shutting down, and serves no call that may still come to the collective.
-      doing: what it is doing then, for messages.
+      closing: why it will not come, if it is shutting down, and serves no call that may still come to the collective.
       place: the line of the user's program that it is in.
       awaits: the collectives, and meetings by calls, in which it waits for the worker that asks.
     """
 
     there: bool
-    closing: bool
-    doing: str
+    closing: str
     place: str
     awaits: frozenset[CollectiveEntry]
-
-
-Crossing = tuple[frozenset[CollectiveEntry], str, str]
 
 
 class Watchdog:
     """The collectives that one worker is in.
 
-    Arguments:
-      closing: this worker's part in ``shutdown``.
-      server: the calls that this worker serves, also then.
+    Attributes:
+      all: the collectives, and the meetings by calls, that threads of this worker are in.
     """
 
-    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Closing, server: Server):
+    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Closing):
         self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
-        self._server = server
-        self._engaged: dict[int, Participation] = {}
-        self._by_calls: dict[int, MeetingByCalls] = {}  # by thread
+        self.all: dict[int, Participation] = {}
 
     def begin(
         self,
@@ -149,7 +138,7 @@ class Watchdog:
     ) -> Participation:
         """Register a collective with other workers, until ``end``. Raises if it blocks and one of them is lost."""
         one = Participation(entry, frozenset(peers) - {self._mailbox.rank}, blocking, interrupt, goes_on)
-        self._engaged[id(one)] = one
+        self.all[id(one)] = one
         for peer, why in list(self._peers.lost.items()):
             self.lost(peer, why)
         if blocking and one.error is not None:
@@ -158,33 +147,22 @@ class Watchdog:
         return one
 
     def end(self, participation: Participation) -> None:
-        self._engaged.pop(id(participation), None)
+        self.all.pop(id(participation), None)
 
-    def engaged(self) -> list[Participation]:
-        """Return the collectives that this worker is in."""
-        return list(self._engaged.values())
+    def _watched(self) -> list[Participation]:
+        return [one for one in list(self.all.values()) if not one.entry.by_calls]
 
-    @contextlib.contextmanager
-    def shows(self, what: str, peers: Collection[int]) -> Iterator[None]:
-        """Show a meeting by calls of this thread in reports, until the block ends."""
-        one = MeetingByCalls(what, frozenset(peers) - {self._mailbox.rank})
-        self._by_calls[one.thread] = one
-        try:
-            yield
-        finally:
-            self._by_calls.pop(one.thread, None)
-
-    def by_calls(self) -> list[MeetingByCalls]:
-        """Return the meetings by calls that threads of this worker are in."""
-        return list(self._by_calls.values())
+    def _waits(self) -> list[Participation]:
+        """Return what this worker waits in; of meetings by calls those of the program itself, not of threads beside."""
+        home = self._mailbox.home
+        return [one for one in list(self.all.values()) if not one.entry.by_calls or one.thread == home]
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker waiting."""
-        return set().union(*(one.peers for one in self.engaged()))
+        return set().union(*(one.peers for one in self._watched()))
 
     def lost(self, peer: int, why: str) -> None:
-        """Give up the collectives that a lost worker takes part in."""
-        for one in self.engaged():
+        for one in self._watched():
             if peer in one.peers and one.goes_on:
                 one.peers -= {peer}
             elif peer in one.peers:
@@ -203,57 +181,45 @@ class Watchdog:
 
     def look(self, now: float) -> None:
         """Ask the other participants where they are, now and then."""
-        for one in self.engaged():
+        for one in self._watched():
             if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
                 one.asked = now
                 self._mailbox.run(functools.partial(self._ask, one))
 
     def _ask(self, one: Participation) -> None:
         for peer, found in self.ask(one.peers, one.entry).items():
-            if found.there:
-                one.elsewhere.pop(peer, None)
-                one.deadlocked.pop(peer, None)
+            absence = None if found.there or one.entry.may_leave else self._absence(one, peer, found)
+            if absence is None:
+                one.absent.pop(peer, None)
                 continue
-            reason = self._reason(one, peer, found)
-            if reason is not None and one.error is None and id(one) in self._engaged:
+            known, now = one.absent.get(peer), time.monotonic()
+            if known is None or known[0][2:] != absence[2:]:
+                one.absent[peer] = absence, now
+            elif now - known[1] >= absence.seconds and one.error is None and id(one) in self.all:
                 self._tell_deadlocked(one)
-                self._give_up(one, peer, reason)
+                self._give_up(one, peer, absence.why)
 
-    def _reason(self, one: Participation, peer: int, found: Location) -> str | None:
+    def _absence(self, one: Participation, peer: int, found: Location) -> Absence | None:
         """Return why a worker that is elsewhere will not come, or None if it still may.
 
         A worker that has passed on much data may leave a blocking collective long before the others do. A worker that
-        is in ``shutdown`` itself takes part because it was called: the other may be called later.
+        is in ``shutdown`` itself takes part because it was called: the other may be called later. To a meeting by calls
+        the program may come as long as it is elsewhere than in this package.
         """
-        info, now = self._mailbox.directory.workers[peer], time.monotonic()
-        away = now - one.elsewhere.setdefault(peer, now)
-        if one.entry.may_leave:
-            return None
+        info = self._mailbox.directory.workers[peer]
         if one.blocking:
-            left = f"{info} entered this collective and is elsewhere now, at {found.place}"
-            return left if away >= settings.silence_seconds else None
+            why = f"{info} entered this collective and is elsewhere now, at {found.place}"
+            return Absence(why, settings.silence_seconds)
         if found.closing and not self._closing.wanted:
-            return f"{info} will not come, it {found.doing}" if away >= ASK_SECONDS else None
-        return self._deadlock(one, peer, found)
-
-    def _deadlock(self, one: Participation, peer: int, found: Location) -> str | None:
-        """Return why two workers that wait for each other never meet, or None if one may still come to the other.
-
-        A thread of theirs that still computes may come: then the line that it is in changes, if only now and then. To a
-        meeting by calls the program may come as long as it is elsewhere than in this package.
-        """
-        here = {each.entry for each in self.engaged()} | self._meetings_of_program()
-        comes_to_none = calls_package(self._mailbox.home) and not self._closing.wanted
-        awaited = frozenset(each for each in found.awaits - here if comes_to_none or not each.by_calls)
-        crossing = awaited, found.place, where(self._mailbox.home)
-        before, since = one.deadlocked.get(peer, (None, 0.0))
-        now = time.monotonic()
-        if crossing != before:
-            one.deadlocked[peer] = crossing, now
+            return Absence(f"{info} will not come, it {found.closing}", ASK_SECONDS)
+        home = self._mailbox.home
+        comes_to_none = calls_package(home) and not self._closing.wanted
+        elsewhere = found.awaits - {each.entry for each in self._waits()}
+        awaits = frozenset(each for each in elsewhere if comes_to_none or not each.by_calls)
+        if not awaits:
             return None
-        if not awaited or now - since < CROSSED_SECONDS:
-            return None
-        return self._waits_elsewhere(peer, awaited, found.place)
+        why = self._waits_elsewhere(peer, awaits, found.place)
+        return Absence(why, CROSSED_SECONDS, awaits, (found.place, where(home)))
 
     def _waits_elsewhere(self, peer: int, awaited: Collection[CollectiveEntry], place: str) -> str:
         return (
@@ -266,19 +232,18 @@ class Watchdog:
         """Tell each peer that waits in vain for this worker: when the peer asks, this worker will be somewhere else."""
         place = where(self._mailbox.home)
         with within(None):
-            for peer, ((awaited, _, _), _) in one.deadlocked.items():
-                if awaited:
-                    args = self._mailbox.rank, one.entry, awaited, place
+            for peer, (absence, _) in one.absent.items():
+                if absence.awaits:
+                    args = self._mailbox.rank, one.entry, absence.awaits, place
                     self._caller.rpc_async(peer, deadlocked, args, {}, ANSWER_SECONDS)
 
     def end_deadlocked(self, peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
-        for one in self.engaged():
+        for one in self._watched():
             if one.entry in mine and one.error is None:
                 self._tell_deadlocked(one)
                 self._give_up(one, peer, self._waits_elsewhere(peer, [entry], place))
 
     def ask(self, peers: Collection[int], entry: CollectiveEntry) -> dict[int, Location]:
-        """Return where the peers are, as far as they answer."""
         with within(None):
             asked = {
                 peer: self._caller.rpc_async(peer, location, (self._mailbox.rank, entry), {}, ANSWER_SECONDS)
@@ -288,23 +253,17 @@ class Watchdog:
         return {peer: future.result() for peer, future in asked.items() if future.exception() is None}
 
     def location(self, asker: int, entry: CollectiveEntry) -> Location:
-        shared = [one for one in self.engaged() if asker in one.peers]
-        awaits = frozenset(one.entry for one in shared if not one.blocking) | self._meetings_of_program(asker)
+        shared = [one for one in self._waits() if asker in one.peers]
+        awaits = frozenset(one.entry for one in shared if not one.blocking)
         there = any(one.entry == entry for one in shared)
-        serves_users = any(
-            one.function is not location and one.function is not deadlocked for one in self._server.now()
-        )
+        running = [one.function for one in list(self._mailbox.running.values())]
+        serves_users = any(one is not location and one is not deadlocked for one in running)
         if self._closing.only_serves:
-            place, doing = "jdistgrad.local_workers(), without a program", ONLY_SERVES
+            place, closing = "jdistgrad.local_workers(), without a program", ONLY_SERVES
         else:
             place = where(self._mailbox.home)
-            doing = f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
-        return Location(there, self._closing.wanted and not serves_users, doing, place, awaits)
-
-    def _meetings_of_program(self, peer: int | None = None) -> frozenset[CollectiveEntry]:
-        """Return the meetings by calls that the program itself waits in, not a thread beside it."""
-        mine = [one for one in self.by_calls() if one.thread == self._mailbox.home]
-        return frozenset(one.entry for one in mine if peer is None or peer in one.peers)
+            closing = f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
+        return Location(there, closing if self._closing.wanted and not serves_users else "", place, awaits)
 
 
 def location(asker: int, entry: CollectiveEntry) -> Location:

@@ -266,7 +266,7 @@ def _wrapped(leaf: Any) -> Any:
     return ByReference(leaf)
 
 
-def handler_of_call(function: Any, args: Args, kwargs: Kwargs) -> traced_hook.TracedCallHandler | None:
+def handler_of_call(function: Any, args: Args, kwargs: Kwargs) -> Any:
     """Return the handler that takes over a call on traced values, or None.
 
     Raises EncodingError if a function holds a traced value, because no derivative would see it.

@@ -39,31 +39,26 @@ class Failure:
 
         Besides, a new traceback of the object itself would keep the caller's values as long as the owner keeps it.
         """
-        twin = None
-        if isinstance(self.error, Exception):
+        twin, own = None, self.error
+        if isinstance(own, Exception):
             with contextlib.suppress(Exception):
-                twin = _rebuilt(*_parts(self.error)) if _is_made_of_args(self.error) else copy.copy(self.error)
-        error = _in_words(self.spelled) if twin is None or twin is self.error else twin
+                twin = _rebuilt(type(own), own.args, own.__dict__) if _is_made_of_args(own) else copy.copy(own)
+        error = _in_words(self.spelled) if twin is None or twin is own else twin
         error.__notes__ = [*_notes(self.error), self.note]
         return error
 
 
 def pack(error: BaseException, where: str) -> Failure:
     """Make an exception ready to travel; ``where`` says what was running, on which worker, called by whom."""
-    frames = traceback.StackSummary.from_list(_from_users_code(error)).format()
+    found = list(traceback.extract_tb(error.__traceback__))
+    ours = [frame.filename.startswith(PACKAGE) for frame in found]  # those first only lead to code of others
+    frames = traceback.StackSummary.from_list(found[ours.index(False) :] if False in ours else found).format()
     if len(frames) > 2 * SHOWN:
         frames[SHOWN:-SHOWN] = [f"  ... {len(frames) - 2 * SHOWN} more ...\n"]
     text = "".join(frames).rstrip()
     failure = Failure(error, spelled(error), f"{where}\n{text}" if text else where)
     _let_go_of_frames(error)
     return failure
-
-
-def _from_users_code(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return an exception's frames, without those of this package that only lead to code of others."""
-    frames = list(traceback.extract_tb(error.__traceback__))
-    ours = [frame.filename.startswith(PACKAGE) for frame in frames]
-    return frames[ours.index(False) :] if False in ours else frames
 
 
 def spelled(error: BaseException) -> str:
@@ -115,10 +110,6 @@ def _is_made_of_args(error: BaseException) -> bool:
     return isinstance(kind.__reduce__, types.MethodDescriptorType) and kind.__reduce_ex__ is object.__reduce_ex__
 
 
-def _parts(error: BaseException) -> tuple[type[BaseException], tuple[Any, ...], dict[str, Any]]:
-    return type(error), error.args, error.__dict__
-
-
 def _rebuilt(kind: type[BaseException], args: tuple[Any, ...], attributes: dict[str, Any]) -> BaseException:
     try:
         error = kind(*args)
@@ -133,11 +124,11 @@ class _ExceptionPickler(ObjectPickler):
     def found(self, value: Any) -> Any:
         if not (isinstance(value, BaseException) and _is_made_of_args(value)):
             return super().found(value)
-        kind, args, attributes = _parts(value)
+        args = value.args
         if isinstance(value, BaseExceptionGroup):
             members = [one if _pickled(one) is not None else _in_words(spelled(one)) for one in value.exceptions]
             args = value.message, members
-        return _rebuilt, (kind, args, attributes)
+        return _rebuilt, (type(value), args, value.__dict__)
 
 
 def _pickled(error: BaseException | None) -> bytes | None:

@@ -1,27 +1,25 @@
 """The callee's side of a call: open it, fetch referenced arguments, run the function, answer."""
 
 import concurrent.futures
-import dataclasses
 import logging
 import math
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.calls.pending import call_served
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction, describe
+from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction
 from jdistgrad.rpc.futures import refuse_coroutine
-from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.mailbox import Mailbox, Running
 from jdistgrad.rpc.references.claims import StandIn
 from jdistgrad.rpc.references.rref import ByReference, RRef
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.serving.failures import Failure, add_note, pack, spelled
 from jdistgrad.wire.message import Kind, Message
-from jdistgrad.wire.transport import Task
 
 OF_REFERENCES = "owner", "to_here", "local_value", "is_owner", "rpc_sync", "rpc_async", "remote"
 BY_VALUE = (
@@ -32,58 +30,18 @@ BY_VALUE = (
 log = logging.getLogger("jdistgrad.rpc")
 
 
-class Serving(NamedTuple):
-    """A call that a worker is serving: its function, the caller's rank, and for how many seconds."""
+class Served(Running):
+    """A call being served, from its opening to its answer.
 
-    function: str
-    caller: int
-    seconds: float
-
-
-class Server:
-    """The part of a worker that serves calls, with the table of those being served. Safe from any thread."""
-
-    def __init__(self, mailbox: Mailbox, scopes: ScopeTable):
-        self.mailbox, self.scopes = mailbox, scopes
-        self.calls: dict[int, Served] = {}  # from opening a call to its answer, the oldest first
-
-    def task(self, message: Message, value: concurrent.futures.Future[Any] | None) -> Task:
-        """Return the task that serves a call, for a thread that may wait.
-
-        Arguments:
-          value: the promise to complete if the call makes a referenced value (REMOTE).
-        """
-        return Served(self, message, value).serve
-
-    def now(self) -> "list[Served]":
-        return list(self.calls.values())
-
-    def on_this_thread(self) -> "list[Served]":
-        """Return the calls whose functions run on this thread."""
-        return [call for call in self.now() if call.thread == threading.get_ident()]
-
-    def shown(self) -> tuple[Serving, ...]:
-        now = time.monotonic()
-        return tuple(Serving(str(one), one.message.source, now - one.since) for one in self.now())
-
-
-@dataclasses.dataclass(slots=True)
-class Served:
-    """A call being served.
-
-    Attributes:
-      thread: the thread that runs the function; 0 once the function has returned a future.
+    Arguments:
+      value: the promise to complete if the call makes a referenced value (REMOTE).
     """
 
-    server: Server
-    message: Message
-    value: concurrent.futures.Future[Any] | None
-    function: Any = None
-    since: float = 0.0
-    thread: int = 0
-
-    def __str__(self) -> str:
-        return "a call that could not be read" if self.function is None else describe(self.function)
+    def __init__(
+        self, mailbox: Mailbox, scopes: ScopeTable, message: Message, value: concurrent.futures.Future[Any] | None
+    ):
+        super().__init__(message.source)
+        self._mailbox, self._scopes, self._message, self._value = mailbox, scopes, message, value
 
     def serve(self) -> None:
         """Run the call and answer it. If the function returns a future, its callback answers, without a waiting thread.
@@ -93,7 +51,7 @@ class Served:
         been dropped, and shutdown waits for the messages that this sends.
         """
         self.since, self.thread = time.monotonic(), threading.get_ident()
-        self.server.calls[id(self)] = self
+        self._mailbox.running[id(self)] = self
         self._finish(self._called)
 
     def _finish(self, compute: Callable[[], Any]) -> None:
@@ -109,15 +67,15 @@ class Served:
             result, error = None, raised
         self._end(result, error)
         del result, error
-        self.server.calls.pop(id(self), None)
-        self.server.mailbox.work.served(self.message.source)
+        self._mailbox.running.pop(id(self), None)
+        self._mailbox.work.served(self._message.source)
 
     def _called(self) -> Any:
-        mailbox, scopes = self.server.mailbox, self.server.scopes
-        function, args, kwargs, *scope = mailbox.open(self.message)
-        self.message.body, self.function = None, function
+        mailbox, scopes = self._mailbox, self._scopes
+        function, args, kwargs, *scope = mailbox.open(self._message)
+        self._message.body, self.function = None, function
         try:
-            with within(scopes.enter(scope[0], self.message.source) if scope else None):
+            with within(scopes.enter(scope[0], self._message.source) if scope else None):
                 if not (isinstance(function, ServedFunction) and function.takes_references):
                     args, kwargs = delivered(args, kwargs)
                 mailbox.wait_for_arguments((args, kwargs))
@@ -133,14 +91,14 @@ class Served:
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         """Answer, and report the event. Raises nothing."""
-        worker = self.server.mailbox.info
+        worker = self._mailbox.info
         try:
             failure = None if error is None else self._failure(error)
-            if self.value is not None:
-                self.value.set_result(result) if failure is None else self.value.set_exception(failure.to_raise())
+            if self._value is not None:
+                self._value.set_result(result) if failure is None else self._value.set_exception(failure.to_raise())
                 result = None
             self._answer(result, failure)
-            call_served(self.message.id, self.function, worker, self.since, failed=failure is not None)
+            call_served(self._message.id, self.function, worker, self.since, failed=failure is not None)
         except errors.WorkerLostError as gone:
             log.debug("%s: nobody waits for the answer to %s any more: %s", worker, self, gone)
         except BaseException as unsent:
@@ -149,10 +107,10 @@ class Served:
             self.function = None  # the object of a method may hold references
 
     def _answer(self, result: Any, failure: Failure | None) -> None:
-        mailbox, source = self.server.mailbox, self.message.source
+        mailbox, source = self._mailbox, self._message.source
         if failure is None:
             try:
-                mailbox.post(source, Message(Kind.RESULT, mailbox.rank, self.message.id, result))
+                mailbox.post(source, Message(Kind.RESULT, mailbox.rank, self._message.id, result))
                 return
             except errors.WorkerLostError as lost:
                 if lost.worker in (source, mailbox.directory.workers[source]):
@@ -162,11 +120,11 @@ class Served:
                 to = mailbox.directory.workers[source]
                 text = f"{mailbox.info} cannot send the result of {self} to {to}: {spelled(unsendable)}"
                 failure = self._failure(errors.EncodingError(text))
-        mailbox.post(source, Message(Kind.FAILURE, mailbox.rank, self.message.id, failure))
+        mailbox.post(source, Message(Kind.FAILURE, mailbox.rank, self._message.id, failure))
 
     def _failure(self, error: BaseException) -> Failure:
-        mailbox = self.server.mailbox
-        caller = mailbox.directory.workers[self.message.source]
+        mailbox = self._mailbox
+        caller = mailbox.directory.workers[self._message.source]
         return pack(error, f"On {mailbox.info}, in {self}, called by {caller}:")
 
 
@@ -178,7 +136,7 @@ def delivered(args: Args, kwargs: Kwargs) -> Any:
 
     There is no timeout here, because the call has one.
     """
-    if trees.are_plain(args, kwargs):
+    if not kwargs and all(map(trees.is_plain, args)):
         return args, kwargs
     fetched: dict[RRef[Any], concurrent.futures.Future[Any]] = {}
 

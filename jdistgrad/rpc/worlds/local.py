@@ -11,11 +11,12 @@ from jdistgrad import errors
 from jdistgrad.ffi.dispatch import provide_threads
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
+from jdistgrad.rpc.current import seat
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.serving.failures import add_note, in_short
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds.opening import close, open_local, refuse_second_world
-from jdistgrad.rpc.worlds.worlds import seat, shutdown
+from jdistgrad.rpc.worlds.worlds import shutdown
 from jdistgrad.threads import started, stop
 from jdistgrad.wire.ids import MAX_WORKERS
 from jdistgrad.wire.interrupts import put_off_interrupt, wait_in_slices
@@ -57,7 +58,6 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
 
     def run(rank: int) -> None:
         try:
-            current.detach_thread()
             seat.set((hub, rank))
             results[rank] = main(*args)
             worker = find_worker()

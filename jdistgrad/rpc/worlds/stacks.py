@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.members.watchdog import MeetingByCalls, Participation, where
+from jdistgrad.rpc.members.watchdog import where
 from jdistgrad.threads import started
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
@@ -101,21 +101,20 @@ def waits_of(worker: "Worker", now: float) -> list[str]:
     Arguments:
       now: the time, as ``time.monotonic`` has it.
     """
-    names, meetings = worker.directory.workers, worker.watchdog.by_calls()
-    engaged: list[Participation | MeetingByCalls] = [*worker.watchdog.engaged(), *meetings]
+    names, engaged = worker.directory.workers, list(worker.watchdog.all.values())
+    meetings = [one for one in engaged if one.entry.by_calls]
     found = [
         f"{now - one.since:.1f} s in {one.entry.what}, with {', '.join(str(names[k]) for k in sorted(one.peers))}"
         for one in engaged
     ]
     found += [
         f"{now - one.since:.1f} s waiting for {one.peer} to answer {describe(one.function)} (call {spell(one.id)})"
-        for one in worker.calls.pending()
+        for one in worker.calls.pending.now()
         if not any(one.thread == meeting.thread and one.since >= meeting.since for meeting in meetings)
     ]
     found += [
-        f"{now - one.since:.1f} s serving {one} for {names[one.message.source]}, at {where(one.thread)}"
-        for one in worker.server.now()
+        f"{now - one.since:.1f} s serving {one} for {names[one.peer]}, at {where(one.thread)}"
+        for one in list(worker.running.values())
     ]
-    waited = worker.closing.waited(now)
-    found += [] if waited is None else [f"{waited:.1f} s in shutdown"]
+    found += [f"{now - worker.closing.since:.1f} s in shutdown"] if worker.closing.wanted else []
     return found or ["waits for nothing"]

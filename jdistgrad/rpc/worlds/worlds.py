@@ -1,6 +1,5 @@
 """Opening and closing worlds: under mpirun, as threads of one process, in a notebook."""
 
-import contextvars
 import gc
 import logging
 import math
@@ -12,7 +11,8 @@ from jdistgrad._compat import forget_failed_effects
 from jdistgrad.config import settings
 from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
-from jdistgrad.rpc.directory import Names, WorkerInfo, check_names
+from jdistgrad.rpc.current import seat
+from jdistgrad.rpc.directory import Names, WorkerInfo
 from jdistgrad.rpc.members.losses import Callback
 from jdistgrad.rpc.serving.failures import in_short, spelled
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
@@ -25,9 +25,6 @@ from jdistgrad.wire.local import Hub
 log = logging.getLogger("jdistgrad.rpc")
 
 _collecting = threading.Lock()  # one worker of this process at a time
-
-# In a thread that ``spawn`` started: its hub and rank.
-seat: contextvars.ContextVar[tuple[Hub, int] | None] = contextvars.ContextVar("jdistgrad_seat", default=None)
 
 
 def init(
@@ -81,7 +78,6 @@ def init(
     refuse_second_world("init")
     forget_failed_effects()
     seconds = checked_timeout(timeout)
-    check_names(name)
     place = seat.get()
     if place is not None:
         worker = open_local(*place, name, seconds)
@@ -185,12 +181,11 @@ def _end(worker: Worker, *, graceful: bool) -> list[str]:
 
 def refuse_to_wait_for_itself(worker: Worker) -> None:
     """Raise WorldError if this thread runs what a shutdown waits for."""
-    calls, callbacks = worker.server.on_this_thread(), worker.callbacks.here()
-    if calls or callbacks is not None:
-        doing = f"runs a callback of {callbacks.of}" if callbacks is not None else f"serves {calls[0]}"
+    running = worker.running_here()
+    if running:
         raise errors.WorldError(
-            f"shutdown of {worker.info}: this thread {doing}, and shutdown would wait until that returns. Let the "
-            "function set a flag, and call shutdown in the program that called init."
+            f"shutdown of {worker.info}: this thread serves {running[0]}, and shutdown would wait until that returns. "
+            "Let the function set a flag, and call shutdown in the program that called init."
         )
 
 
