@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from jdistgrad.data_parallel.buckets.static_parts import static_parts
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.hooks import Hook, checked
 from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
-from jdistgrad.data_parallel.reducing.statistics import Clock
+from jdistgrad.data_parallel.reducing.statistics import Span
 from jdistgrad.errors import LeafError
 
 
@@ -114,18 +115,18 @@ class Handling:
 
     Arguments:
       states: the hook's state for each bucket, replaced as buckets are reduced.
-      overwrite: whether averages may be written over the gradients.
-      act: the action that is announced to the other ranks: REDUCE or AVERAGE.
+      act: the action that is announced to the other ranks: REDUCE, whose averages are written over the gradients, or
+        AVERAGE, of gradients that a user still holds.
       joining: the kind of ``join`` block in which the step began.
     """
 
     step: int
     hook: Hook | None
     states: dict[int, Any]
-    overwrite: bool = True
-    clock: Clock = dataclasses.field(default_factory=Clock)
     act: Act = Act.REDUCE
     joining: Joining = Joining.NONE
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    spans: list[Span] = dataclasses.field(default_factory=list)
     _before: dict[int, Any] | None = dataclasses.field(default=None, init=False)
 
     def remember(self) -> None:

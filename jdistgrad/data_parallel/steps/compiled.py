@@ -91,7 +91,7 @@ class CompiledAverage:
             terms = self._rules.terms(tree)
             self._rules.require_averages(terms.leaves)
             return self._rules.plan(terms, None).buckets
-        return self._driver.buckets(tree)
+        return self._driver.plan_for(tree).buckets
 
 
 @functools.cache

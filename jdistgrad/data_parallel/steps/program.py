@@ -17,8 +17,6 @@ from jdistgrad._compat import lowered, trace_context
 from jdistgrad.data_parallel.buckets.leaves import describe, flatten, require_inexact
 from jdistgrad.data_parallel.buckets.static_parts import removed, static_parts
 from jdistgrad.data_parallel.collectives.spanning import Span
-from jdistgrad.data_parallel.reducing.settings import BucketPlan
-from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.handles import without_handles
@@ -125,25 +123,6 @@ def readiness(closed: Any, count: int) -> list[int]:
         return (-1 if isinstance(var, core.Literal) else position.get(var, -1), -index)
 
     return sorted(range(count), key=key)
-
-
-class LossProgram:
-    """A compiled step, in segments.
-
-    Arguments:
-      overlap: make a segment for each bucket.
-    """
-
-    def __init__(self, traced: Trace, plan: BucketPlan, *, overlap: bool):
-        groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-        self.plan, self.structure, self.used = plan, traced.gradients, traced.used
-        self._staged = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
-        self._results = traced.results
-
-    def run(self, args: Args, kwargs: Kwargs, computed: Callable[[list[jax.Array]], None]) -> Any:
-        """Dispatch the step, with gradients in the order of the plan's buckets; return the value, and aux if any."""
-        leaves = without_handles(jax.tree.leaves((args, kwargs)))
-        return jax.tree.unflatten(self._results, self._staged(leaves, computed))
 
 
 class Programs:

@@ -5,7 +5,6 @@ The buckets are reduced by the communication thread, one for each DataParallel, 
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import functools
 import queue
 import threading
@@ -19,6 +18,7 @@ from jdistgrad._compat import configured
 from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.host_arrays import as_set, settings
 from jdistgrad.data_parallel.buckets.leaves import index_dimensions
+from jdistgrad.data_parallel.collectives.roll_call import Act
 from jdistgrad.data_parallel.reducing.averaging import require_rows
 from jdistgrad.data_parallel.reducing.reducer import Reducer, UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling
@@ -108,7 +108,7 @@ class Launching:
 class Reduction:
     """The reduction of one step's gradients.
 
-    Unless ``handling`` says otherwise, the gradients are overwritten: each must be an array that nobody else holds.
+    Unless they were given (``handling.act``), the gradients are overwritten: nobody else must hold them.
 
     Arguments:
       then: what the ranks do together as soon as they have the averages, whether or not this one still waits.
@@ -148,14 +148,9 @@ class Reduction:
             own = gradients[start:end]
             in_host_memory = self.handling.hook is None and not self._plan.buckets[number].sparse
             copies = pinned.copies(own) if in_host_memory else None
-            average = functools.partial(self._average, number) if copies is None else self._averaged_copies(number, own)
-            self._launched.append(self._thread.submit(average, own if copies is None else copies))
+            places = [gradient.sharding for gradient in own] if copies is not None else None
+            self._launched.append(self._thread.submit(self._average, number, own if copies is None else copies, places))
             start = end
-
-    def _averaged_copies(self, number: int, own: Sequence[jax.Array]) -> Callable[[list[Any]], list[Any]]:
-        """Return a function that averages copies of gradients in host memory, and sends the averages to their place."""
-        places = [gradient.sharding for gradient in own]
-        return lambda copies: jax.device_put(self._average(number, copies, overwrite=True), places)
 
     def ready(self, leaf: int, gradient: Any) -> None:
         """Give the gradient of a leaf, by its place in ``jax.tree.leaves``. Leaves may come in any order."""
@@ -232,7 +227,7 @@ class Reduction:
     def _ended(self) -> bool:
         """Return whether all ranks have the averages. If so, do what comes then."""
         errors = [error for error in (launched.exception() for launched in self._launched) if error is not None]
-        if self._reducer.votes and self._reducer.has_failed(self.handling.step):
+        if self._reducer.votes and self._reducer.failed >= self.handling.step:
             self.abandon()  # the others wait whether this error ends the rank, so it is raised before the vote
         elif self._reducer.votes and not self._reducer.vote(errors[0] if errors else None):
             return False
@@ -240,14 +235,16 @@ class Reduction:
             self.found = self._then()
         return True
 
-    def _average(self, number: int, gradients: list[Any], *, overwrite: bool | None = None) -> list[Any]:
+    def _average(self, number: int, gradients: list[Any], places: list[Any] | None) -> list[Any]:
+        """Average a bucket. ``places``: where the averages go, if the gradients are copies in host memory."""
         if self._failed:
             raise CollectiveError(f"bucket {number} was not reduced: the reduction of one before it failed")
         if number == 0:
             self.handling.remember()
-        handling = self.handling if overwrite is None else dataclasses.replace(self.handling, overwrite=overwrite)
+        overwrite = places is not None or self.handling.act is Act.REDUCE
         try:
-            return self._reducer.average(self._plan, number, gradients, handling)
+            averages = self._reducer.average(self._plan, number, gradients, self.handling, overwrite=overwrite)
+            return averages if places is None else jax.device_put(averages, places)
         except BaseException:
             self._failed = True
             self.handling.put_back()
