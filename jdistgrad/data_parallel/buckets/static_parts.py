@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import enum
 import functools
-import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,30 +15,30 @@ import jax
 import numpy as np
 
 CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict, type(None))
-NUMBERS = (bool, int, float, complex, np.number, np.bool_)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, enum.Enum)  # whose repr says all
 DEEPEST = 20  # parts within parts; some refer to themselves
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Enclosed:
-    """A function as a node without leaves, so that JAX takes it for a part of the tree's structure."""
+    """A function, say, as a node without leaves, so that JAX takes it for a part of the tree's structure."""
 
-    function: Callable[..., Any]
+    value: Any
 
 
 def has_functions(tree: Any) -> bool:
     return any(map(callable, jax.tree.leaves(tree)))
 
 
-def enclosed(tree: Any) -> Any:
-    """Enclose every function among the leaves of a tree."""
-    return jax.tree.map(lambda leaf: Enclosed(leaf) if callable(leaf) else leaf, tree)
+def enclosed(tree: Any, chosen: Callable[[Any], bool] = callable) -> Any:
+    """Enclose some leaves of a tree: by default every function."""
+    return jax.tree.map(lambda leaf: Enclosed(leaf) if chosen(leaf) else leaf, tree)
 
 
 def opened(tree: Any) -> Any:
     """Return the tree that ``enclosed`` was given."""
-    return _replaced(tree, lambda one: one.function)
+    return _replaced(tree, lambda one: one.value)
 
 
 def removed(tree: Any) -> Any:
@@ -79,7 +78,7 @@ def _of_nodes(structure: Any) -> Iterator[str]:
         return
     kind, fixed = node
     if kind is Enclosed:
-        yield _spelled(fixed.function)
+        yield _spelled(fixed.value)
     elif kind not in CONTAINERS:
         yield f"{kind.__qualname__}: {_spelled(fixed)}"
     for child in structure.children():
@@ -89,9 +88,7 @@ def _of_nodes(structure: Any) -> Iterator[str]:
 def _spelled(value: Any, depth: int = 0) -> str:
     if depth > DEEPEST:
         return type(value).__qualname__
-    if isinstance(value, NUMBERS):
-        return _number(value)
-    if value is None or isinstance(value, (str, bytes, np.dtype, enum.Enum)):
+    if isinstance(value, PLAIN):
         return repr(value)
     inner = functools.partial(_spelled, depth=depth + 1)
     if isinstance(value, functools.partial):
@@ -108,13 +105,3 @@ def _spelled(value: Any, depth: int = 0) -> str:
         return f"{{{', '.join(sorted(map(inner, value)))}}}"
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)  # of a function or a class
     return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else type(value).__qualname__
-
-
-def _number(value: Any) -> str:
-    """Spell equal numbers alike, whatever their types are."""
-    number = value.item() if isinstance(value, np.generic) else value
-    if isinstance(number, complex) and number.imag == 0:
-        number = number.real
-    if isinstance(number, (bool, float)) and math.isfinite(number) and number == int(number):
-        number = int(number)
-    return repr(number)

@@ -56,20 +56,11 @@ def _difference(ours: Terms, theirs: Terms, first: int, rank: int) -> str | None
         return f"rank {here} has the leaf {extra.path} ({extra}), rank {there} has none there{_counts(ours, theirs)}"
     for part, other_part in itertools.zip_longest(ours.static, theirs.static, fillvalue="nothing"):
         if part != other_part:
-            text, other_text = _around_difference(part, other_part)
-            return f"a static part of the tree is {text} on rank {first}, {other_text} on rank {rank}"
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(part, other_part, strict=False))
+            begin = max(0, sum(1 for _ in same) - SHOWN // 2)
+            shown = [f"{one[begin:]:.{SHOWN}}" for one in (part, other_part)]
+            return f"a static part of the tree is {shown[0]} on rank {first}, {shown[1]} on rank {rank}"
     return None
-
-
-def _around_difference(one: str, other: str) -> tuple[str, str]:
-    """Return two texts, of which each is cut to what is around their first difference."""
-    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    begin = max(0, sum(1 for _ in alike) - SHOWN // 2)
-
-    def cut(text: str) -> str:
-        return ("..." if begin else "") + text[begin : begin + SHOWN] + ("..." if len(text) > begin + SHOWN else "")
-
-    return cut(one), cut(other)
 
 
 def _counts(ours: Terms, theirs: Terms) -> str:

@@ -5,6 +5,7 @@ immutable by contract, so this is only for arrays fresh from a compiled function
 """
 
 import ctypes
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -130,7 +131,8 @@ def with_hook(
     hook: hooks.Hook, bucket: Bucket, gradients: Sequence[jax.Array], state: Any, divisor: float, all_: HostCollectives
 ) -> tuple[list[jax.Array], Any]:
     """Average through a hook; return the averages and the hook's new state."""
-    flat, state = hooks.reduce(hook, bucket.filled(flatten(list(gradients)), divisor), state, all_)
+    shown = dataclasses.replace(bucket, flat=flatten(list(gradients)), divisor=divisor)
+    flat, state = hooks.reduce(hook, shown, state, all_)
     averaged = cut(flat, tuple(slot.shape for slot in bucket.slots))
     each = zip(averaged, gradients, strict=True)
     return [a if a.sharding == g.sharding else jax.device_put(a, g.sharding) for a, g in each], state

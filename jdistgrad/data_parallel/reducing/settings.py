@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket, lay_out
@@ -32,13 +32,6 @@ class BucketPlan:
         return [slot.index for bucket in self.buckets for slot in bucket.slots]
 
 
-def paths_of(sparse: Sequence[str]) -> frozenset[str]:
-    """Return checked paths of leaves. Raise TypeError for a single path that is not in a list."""
-    if isinstance(sparse, str) or not all(isinstance(path, str) for path in sparse):
-        raise TypeError(f"sparse must be a list of paths of leaves, as [\"['embedding']\"], not {sparse!r}")
-    return frozenset(sparse)
-
-
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of reduction: arguments of ``DataParallel``, which describes them."""
@@ -46,7 +39,7 @@ class Rules:
     bucket_cap_mb: Cap = None
     find_unused_parameters: bool = False
     hook: Hook | None = None
-    sparse: frozenset[str] = frozenset()
+    sparse: Collection[str] = ()
     check_finite: bool = False
     check_parameters: bool = True
     timeout: float = 300.0
@@ -54,6 +47,8 @@ class Rules:
     def __post_init__(self) -> None:
         limits_of(self.bucket_cap_mb)
         checked(self.hook)
+        if isinstance(self.sparse, str) or not all(isinstance(path, str) for path in self.sparse):
+            raise TypeError(f"sparse must be a list of paths of leaves, as [\"['embedding']\"], not {self.sparse!r}")
         if not self.timeout > 0:
             raise ValueError(f"timeout must be a number of seconds above zero, not {self.timeout!r}")
 
@@ -91,7 +86,7 @@ class Rules:
     def require_sparse_paths(self, tree: Any) -> None:
         """Raise LeafError for a path in ``sparse`` that no leaf of the parameters has."""
         paths = [leaf.path for leaf in describe(tree)] if self.sparse else []
-        for path in sorted(self.sparse.difference(paths)):
+        for path in sorted(set(self.sparse).difference(paths)):
             raise LeafError(
                 f"sparse: the parameters have no leaf {path}, expected one of {', '.join(paths[:20])}"
                 f"{', ...' if len(paths) > 20 else ''}",

@@ -1,6 +1,7 @@
 """Averaging inside one compiled step: pure and synchronous, for all collectives."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import logging
@@ -61,7 +62,7 @@ class CompiledAverage:
         rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         return self._collectives.section(f"{what} of {', '.join(leaves[:3])}{rest} (plan {digest})")
 
-    def average(self, gradients: Any, what: str, *, joining: bool) -> Any:
+    def average(self, gradients: Any, what: str = "average") -> Any:
         """Return the average of a tree of gradients, with no hook state kept from step to step.
 
         Arguments:
@@ -69,7 +70,7 @@ class CompiledAverage:
         """
         rules = self._rules
         asked = {
-            "join": joining,
+            "join": self._driver is not None and self._driver.joining,
             "check_finite": rules.check_finite,
             "find_unused_parameters": rules.find_unused_parameters,
         }
@@ -130,7 +131,8 @@ def _averaged(
     if any(summed):
         return _average_partly_summed(bucket, own, summed, hook, all_), state
     chosen, before = (plain_average(), ()) if bucket.sparse or hook is None else (hook, state)
-    flat, after = hooks.reduce(chosen, bucket.filled(join_flat(own), all_.size), before, all_)
+    shown = dataclasses.replace(bucket, flat=join_flat(own), divisor=all_.size)
+    flat, after = hooks.reduce(chosen, shown, before, all_)
     return bucket.views(flat), state if bucket.sparse else after
 
 

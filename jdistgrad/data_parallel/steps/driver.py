@@ -11,7 +11,7 @@ import numpy as np
 
 from jdistgrad._compat import trace_context
 from jdistgrad.data_parallel.buckets import host_arrays
-from jdistgrad.data_parallel.buckets.leaves import describe_all, flatten, index_dimensions, is_sparse
+from jdistgrad.data_parallel.buckets.leaves import describe, flatten, index_dimensions, is_sparse
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.collectives.survivors import able_to_go_on
@@ -106,7 +106,7 @@ class Driver:
         return self._thread.run(self._reducer.mean, tree)
 
     def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
-        described, leaves = describe_all(tree), jax.tree.leaves(tree)
+        described, leaves = describe(tree, whole=False), jax.tree.leaves(tree)
         memories = list(map(host_arrays.to_host, leaves))
         terms = self._rules.terms(tree)._replace(
             leaves=tuple(one._replace(dtype=m.dtype) for one, m in zip(described, memories, strict=True))
@@ -195,7 +195,7 @@ class Driver:
         """Take a step without averaging; return the value, and this rank's own gradients."""
         results: tuple[Any, Any] = programs.local(*args, **kwargs)
         if self._rules.find_unused_parameters:  # and the step has not failed
-            structure, used = programs.usage(args, kwargs)
+            structure, used = programs.find(args, kwargs, "usage", lambda traced: (traced.gradients, traced.used))
             self._noted[structure] = self._take_noted(structure, used)
         return results
 
@@ -270,7 +270,8 @@ class Driver:
     # Agreement.
 
     def _agree_on_model(self, traced: Trace) -> BucketPlan:
-        like = traced.like
+        avals = traced.closed.out_avals[: traced.gradients.num_leaves]
+        like = jax.tree.unflatten(traced.gradients, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
         self._rules.require_sparse_paths(like)
         order = readiness(traced.closed, traced.gradients.num_leaves)
         digests = bit_digests(traced.parameters) if self._rules.check_parameters else None

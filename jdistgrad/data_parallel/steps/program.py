@@ -38,12 +38,6 @@ class Trace(NamedTuple):
     static: tuple[str, ...]
     parameters: Sequence[Any]
 
-    @property
-    def like(self) -> Any:
-        """The shapes and dtypes of the gradients."""
-        avals = self.closed.out_avals[: self.gradients.num_leaves]
-        return jax.tree.unflatten(self.gradients, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
-
 
 def trace(
     loss: Callable[..., Any],
@@ -148,10 +142,6 @@ class Programs:
             self._found[key] = make(self._trace(args, kwargs, span))
         found: T = self._found[key]
         return found
-
-    def usage(self, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[bool, ...]]:
-        """Return the structure of the gradients, and for each leaf whether the loss depends on it."""
-        return self.find(args, kwargs, "usage", lambda traced: (traced.gradients, traced.used))
 
     def _trace(self, args: Args, kwargs: Kwargs, span: Span | None) -> Trace:
         numbers = (self._argnums,) if isinstance(self._argnums, int) else self._argnums
