@@ -14,6 +14,7 @@ from jdistgrad.autograd.callee.orders import explained
 from jdistgrad.autograd.callee.pullbacks import Outputs
 from jdistgrad.autograd.values.holes import can_be_traced, is_differentiable
 from jdistgrad.autograd.values.results import strong
+from jdistgrad.data_parallel.buckets.static_parts import opened
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import once_for_all
@@ -54,57 +55,9 @@ class Stage:
     average: Any = None
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A leaf that JAX cannot trace, or a flag, as a node without leaves. ``key`` tells it from others."""
-
-    key: tuple[Any, ...]
-    value: Any = dataclasses.field(compare=False)
-
-
-def with_settings(parameters: Any) -> Any:
-    """Return parameters with settings in place of functions, texts and flags: what parameters hold beside arrays.
-
-    They are a part of what is compiled, as arguments of calls are that are no arrays.
-
-    Raises:
-      TypeError: one of them has no hash, by which what is compiled for it could be found.
-    """
-    if not any(map(_is_fixed, jax.tree.leaves(parameters))):
-        return parameters
-
-    def setting(path: Any, leaf: Any) -> Any:
-        if not _is_fixed(leaf):
-            return leaf
-        # Equal values may be of different types. A partial function equals no other: one that comes with the parameters
-        # in every step is told by what it holds.
-        kind: Any = type(leaf)
-        content = fingerprint(leaf)
-        is_told = kind.__eq__ is object.__eq__ and isinstance(content, tuple) and len(content) > 2
-        key: tuple[Any, ...] = content if is_told else (kind, leaf)
-        try:
-            hash(key)
-        except TypeError:
-            where = f" at {jax.tree_util.keystr(path)}" if path else ""
-            text = f"the parameters hold {leaf!r:.60}{where}: expected arrays, numbers, and what has a hash"
-            raise TypeError(text) from None
-        return Setting(key, leaf)
-
-    return jax.tree_util.tree_map_with_path(setting, parameters)
-
-
-def _is_fixed(leaf: Any) -> bool:
+def is_fixed(leaf: Any) -> bool:
+    """Return whether a leaf of parameters is a function, a text or a flag: a part of what is compiled."""
     return isinstance(leaf, bool) or not can_be_traced(leaf)
-
-
-def without_settings(parameters: Any) -> Any:
-    """Return the parameters that ``with_settings`` was given."""
-
-    def is_setting(leaf: Any) -> bool:
-        return isinstance(leaf, Setting)
-
-    return jax.tree.map(lambda leaf: leaf.value if is_setting(leaf) else leaf, parameters, is_leaf=is_setting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +98,7 @@ class StageFunction(ServedFunction):
         return jax.tree.map(jnp.asarray, found)  # of a constant, JAX returns a Python number
 
     def _result(self, parameters: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
-        output = _in_arrays(self.function, self.function(without_settings(parameters), *inputs))
+        output = _in_arrays(self.function, self.function(opened(parameters), *inputs))
         if self.loss is None:
             return output
         found = _in_arrays(self.loss, self.loss(output, *targets))

@@ -708,17 +708,6 @@ def test_parameters_may_hold_functions_texts_and_flags(world, remat):
     assert refs[1].to_here()["act"] is jax.nn.relu
 
 
-def without_hash():
-    return {"w": np.ones(3, "float32"), "names": np.array(["a", "b"])}
-
-
-@on_worker0
-def test_parameters_without_a_hash_are_named(world):
-    ref = jd.remote(jd.world_size() - 1, without_hash)
-    with pytest.raises(TypeError, match=r"the parameters hold .* at \['names'\]: expected arrays, numbers"):
-        jd.Pipeline([(times_factor, ref)], pp.gpipe(1, 2)).apply(np.ones((4, 3), "float32"))
-
-
 def with_constants(params, x):
     return x * params["w"], True, 2, 0.5, np.int8(3)
 
