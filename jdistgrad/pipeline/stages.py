@@ -121,18 +121,13 @@ def _in_arrays(function: Callable[..., Any], result: Any) -> Any:
 
 
 def _check_loss(loss: Callable[..., Any], found: Any) -> None:
-    scalar, what = scalar_of(found), ""
+    scalar = scalar_of(found)
     kind = getattr(scalar, "dtype", None)
-    if isinstance(found, tuple) and len(found) != 2:
-        what = f"a tuple of {len(found)}"
-    elif kind is None:
-        what = type(scalar).__name__
-    elif np.shape(scalar) != () or not jnp.issubdtype(kind, np.floating):
-        what = f"{kind}{list(np.shape(scalar))}"
-    if what:
+    is_tuple = isinstance(found, tuple) and len(found) != 2
+    if is_tuple or kind is None or np.shape(scalar) or not jnp.issubdtype(kind, np.floating):
         raise DifferentiationError(
-            f"the loss {describe(loss)} returned {what}, expected a float scalar, or a pair of it and auxiliary data. "
-            "Take the mean of the microbatch's losses."
+            f"the loss {describe(loss)} returned {jax.tree.map(jax.typeof, found)}, expected a float scalar, or a pair "
+            "of it and auxiliary data. Take the mean of the microbatch's losses."
         )
 
 

@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -36,14 +36,18 @@ def enclosed(tree: Any, chosen: Callable[[Any], bool] = callable) -> Any:
     return jax.tree.map(lambda leaf: Enclosed(leaf) if chosen(leaf) else leaf, tree)
 
 
+def is_enclosed(node: Any) -> bool:
+    return isinstance(node, Enclosed)
+
+
 def opened(tree: Any) -> Any:
     """Return the tree that ``enclosed`` was given."""
-    return _replaced(tree, lambda one: one.value)
+    return jax.tree.map(lambda node: node.value if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
 
 
 def removed(tree: Any) -> Any:
     """Return a tree with None for every enclosed function: a function has no gradient."""
-    return _replaced(tree, lambda one: None)
+    return jax.tree.map(lambda node: None if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
 
 
 def on_opened(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,32 +61,20 @@ def on_opened(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _replaced(tree: Any, change: Callable[[Enclosed], Any]) -> Any:
-    def is_enclosed(node: Any) -> bool:
-        return isinstance(node, Enclosed)
-
-    return jax.tree.map(lambda node: change(node) if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
-
-
 def static_parts(structure: Any) -> tuple[str, ...]:
     """Spell the static parts of a tree's structure, in order: equal parts are spelled alike in every process.
 
     Of a part that has no such spelling, the type is given. Keys are left out: paths of leaves have them.
     """
-    return tuple(_of_nodes(structure))
-
-
-def _of_nodes(structure: Any) -> Iterator[str]:
-    node = structure.node_data()
-    if node is None:  # a leaf
-        return
-    kind, fixed = node
-    if kind is Enclosed:
-        yield _spelled(fixed.value)
-    elif kind not in CONTAINERS:
-        yield f"{kind.__qualname__}: {_spelled(fixed)}"
+    if structure.node_data() is None:  # a leaf
+        return ()
+    kind, fixed = structure.node_data()
+    found = [_spelled(fixed.value)] if kind is Enclosed else []
+    if kind is not Enclosed and kind not in CONTAINERS:
+        found = [f"{kind.__qualname__}: {_spelled(fixed)}"]
     for child in structure.children():
-        yield from _of_nodes(child)
+        found += static_parts(child)
+    return tuple(found)
 
 
 def _spelled(value: Any, depth: int = 0) -> str:

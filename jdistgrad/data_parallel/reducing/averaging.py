@@ -158,14 +158,13 @@ def first_not_finite(gradients: Sequence[Any]) -> int:
 
 def require_rows(path: str, gradient: Any) -> None:
     """Raise LeafError for a sparse array that is not a list of rows or elements."""
-    if gradient.n_batch:
+    if gradient.n_batch or not gradient.n_sparse:
         raise LeafError(
-            f"the sparse gradient {path} has {gradient.n_batch} batch dimensions; expected none. Use "
+            f"the sparse gradient {path} has {gradient.n_batch} batch dimensions and {gradient.n_sparse} that are "
+            "indexed; expected none, and at least one. Use gradient.todense(), or "
             "jax.experimental.sparse.bcoo_update_layout(gradient, n_batch=0).",
             path=path,
         )
-    if not gradient.n_sparse:
-        raise LeafError(f"the sparse gradient {path} has no index; expected rows. Use gradient.todense().", path=path)
 
 
 def reduce_sparse(gradient: Any, shape: tuple[int, ...], dtype: Any, divisor: float, all_: HostCollectives) -> Any:

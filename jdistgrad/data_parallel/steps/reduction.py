@@ -168,17 +168,14 @@ class Reduction:
         leaves = self._plan.terms.leaves
         if not (isinstance(leaf, int) and 0 <= leaf < len(leaves)):
             raise LeafError(f"ready: there is no leaf {leaf!r}; this tree has {len(leaves)}, counted from 0")
-        expected, sparse = leaves[leaf], index_dimensions(gradient)
-        if not isinstance(gradient, jax.Array) and not sparse:
+        expected, sparse, found = leaves[leaf], index_dimensions(gradient), type(gradient).__name__
+        if isinstance(gradient, jax.Array) or sparse:
+            found = str(expected._replace(shape=gradient.shape, dtype=gradient.dtype, sparse=sparse))
+        if found != str(expected):
             raise LeafError(
-                f"ready: the gradient of {expected.path} is a {type(gradient).__name__}, expected a JAX array: it is "
+                f"ready: the gradient of {expected.path} is {found}, expected a JAX array {expected}, which is "
                 "overwritten with the average",
                 path=expected.path,
-            )
-        if (gradient.shape, gradient.dtype, sparse) != (expected.shape, expected.dtype, expected.sparse):
-            found = expected._replace(shape=gradient.shape, dtype=gradient.dtype, sparse=sparse)
-            raise LeafError(
-                f"ready: the gradient of {expected.path} is {found}, expected {expected}", path=expected.path
             )
         if sparse:
             require_rows(expected.path, gradient)
