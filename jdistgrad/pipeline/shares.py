@@ -308,10 +308,11 @@ class Run:
 
     def _pull_parameters(self, stage: int, microbatch: int) -> None:
         total = self._sums[stage]
-        total.add(microbatch, self._recordings.pop((stage, microbatch)).pull_parameters())
-        if total.complete and stage in self._part.averages:
+        if not total.add(microbatch, self._recordings.pop((stage, microbatch)).pull_parameters()):
+            return
+        if stage in self._part.averages:
             self._averaging[stage] = self._averages.begin(stage, total.leaves)
-        elif total.complete:
+        else:
             self._contribute(stage, total.leaves)
 
     def _contribute(self, stage: int, gradients: list[Any]) -> None:

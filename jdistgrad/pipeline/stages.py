@@ -146,14 +146,21 @@ class Known:
     inputs: tuple[int, ...]
     _halves: Segmented | None = None
 
-    def __post_init__(self) -> None:
-        self.result, self.pullback = self.tree.children()
-
     def halves(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Segmented:
-        """Return the pullback in two halves; the arguments show what its own are like."""
+        """Return the pullback in two halves: what the cotangents of inputs need; then the rest, for the parameters.
+
+        The arguments, which show what its own are like, are the leaves of the pullback, and the cotangents.
+        """
         if self._halves is None:
-            types = list(map(jax.typeof, (*residuals, *cotangents)))  # a Python number may be a residual
-            self._halves = _cut(self.pullback, len(residuals), types, self.weights, sum(self.inputs))
+
+            def pull(*arguments: Any) -> Any:
+                pullback = jax.tree.unflatten(self.tree.children()[1], arguments[: len(residuals)])
+                return pullback(list(arguments[len(residuals) :]))[0]
+
+            types = map(jax.typeof, (*residuals, *cotangents))  # a Python number may be a residual
+            end = self.weights + sum(self.inputs)
+            halves = [range(self.weights, end), range(self.weights)]
+            self._halves = Segmented(jax.make_jaxpr(pull)(*types), halves)
         return self._halves
 
 
@@ -181,8 +188,9 @@ class Recording:
             traced = function.compiled(wanted)(parts, targets)
         self._known = known = traced.known
         found = [*jax.tree.leaves((parts, targets)), *traced.made]  # NumPy arrays may stay: compiled code takes them
-        leaves, count = [found[place] for place in known.sources], known.result.num_leaves
-        self.result, self._residuals = jax.tree.unflatten(known.result, leaves[:count]), leaves[count:]
+        result = known.tree.children()[0]
+        leaves, count = [found[place] for place in known.sources], result.num_leaves
+        self.result, self._residuals = jax.tree.unflatten(result, leaves[:count]), leaves[count:]
         self._values: dict[Any, Any] = {}
 
     def pull_inputs(self, cotangents: list[Any]) -> list[list[Any]]:
@@ -237,18 +245,6 @@ def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[.
     return jax.jit(forward)
 
 
-def _cut(tree: Any, leaves: int, types: Sequence[Any], weights: int, inputs: int) -> Segmented:
-    """Return a pullback in two halves: what the cotangents of inputs need; then the rest, for the parameters.
-
-    Its arguments are the leaves of the pullback, which depend on the tree, followed by the cotangents.
-    """
-
-    def pull(*arguments: Any) -> Any:
-        return jax.tree.unflatten(tree, arguments[:leaves])(list(arguments[leaves:]))[0]
-
-    return Segmented(jax.make_jaxpr(pull)(*types), [range(weights, weights + inputs), range(weights)])
-
-
 def scalar_of(found: Any) -> Any:
     """Return the scalar of what a loss function has returned: a scalar, or a pair of it and auxiliary data."""
     return found[0] if isinstance(found, tuple) and found else found
@@ -269,16 +265,14 @@ class Sum:
         self._early: dict[int, list[Any]] = {}
         self._next, self._microbatches = 0, microbatches
 
-    @property
-    def complete(self) -> bool:
-        return self._next == self._microbatches
-
-    def add(self, microbatch: int, gradients: list[Any]) -> None:
+    def add(self, microbatch: int, gradients: list[Any]) -> bool:
+        """Add the gradients of a microbatch; return whether the sum is complete."""
         self._early[microbatch] = gradients
         while self._next in self._early:
             more = self._early.pop(self._next)
             self.leaves = added(self.leaves, more) if self._next else more
             self._next += 1
+        return self._next == self._microbatches
 
     def wait(self) -> None:
         """Return when what was added has been computed; raise if its computation has failed.

@@ -46,36 +46,50 @@ def trace(
     kwargs: Kwargs,
     *,
     has_aux: bool,
-    axes: Sequence[tuple[str, int]] = (),
+    span: Span | None = None,
 ) -> Trace:
     """Trace a loss's value and gradients, with jitted functions inlined.
 
     Arguments:
-      axes: mesh axes that the loss's collectives may use, with their sizes.
+      span: the devices that the loss's collectives reach; None: this rank's only.
     """
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    if max(numbers, default=0) >= len(args):
+        raise TypeError(
+            f"value_and_grad: argnums={argnums!r} names positional arguments, of which there are {len(args)}"
+        )
+    require_inexact(
+        describe(args[argnums] if isinstance(argnums, int) else [args[k] for k in numbers]), "value_and_grad"
+    )
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
 
     def program(*leaves: Any) -> list[Any]:
         args, kwargs = jax.tree.unflatten(tree, leaves)
         used: set[int] = set()
-        value, gradients = jax.value_and_grad(_probed(loss, argnums, used), argnums, has_aux)(*args, **kwargs)
+        value, gradients = jax.value_and_grad(_probed(loss, numbers, used), argnums, has_aux)(*args, **kwargs)
         found["static"] = static_parts(flatten(gradients)[1])
         flat, found["gradients"] = jax.tree.flatten(removed(gradients))
         rest, found["results"] = jax.tree.flatten(value)
         found["used"] = tuple(k in used for k in range(len(flat)))
         return [*flat, *rest]
 
-    nested = lowered(jax.make_jaxpr(program, axis_env=axes)(*leaves))
-    evaluated = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs), axis_env=axes)
-    closed = evaluated(*without_handles(leaves))
-    parameters = jax.tree.leaves([args[k] for k in ((argnums,) if isinstance(argnums, int) else argnums)])
+    with span.tracing() if span is not None else contextlib.nullcontext():
+        axes = span.axes if span is not None else ()
+        nested = lowered(jax.make_jaxpr(program, axis_env=axes)(*leaves))
+        evaluated = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs), axis_env=axes)
+        closed = evaluated(*without_handles(leaves))
+    if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
+        raise CollectiveError(
+            "value_and_grad: the loss closes over a value that jax.grad or jax.vmap is tracing around this step. "
+            "Pass it as an argument of the step."
+        )
+    parameters = jax.tree.leaves([args[k] for k in numbers])
     return Trace(closed, found["gradients"], found["results"], found["used"], found["static"], parameters)
 
 
-def _probed(loss: Callable[..., Any], argnums: int | Sequence[int], used: set[int]) -> Callable[..., Any]:
+def _probed(loss: Callable[..., Any], numbers: Sequence[int], used: set[int]) -> Callable[..., Any]:
     """Return the loss with a probe on each parameter leaf, which notes in ``used`` that it gets a cotangent."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(loss)
     def probed(*args: Any, **kwargs: Any) -> Any:
@@ -139,24 +153,7 @@ class Programs:
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, kind, trace_context(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
-            self._found[key] = make(self._trace(args, kwargs, span))
+            traced = trace(self._loss, self._argnums, args, kwargs, has_aux=self._has_aux, span=span)
+            self._found[key] = make(traced)
         found: T = self._found[key]
         return found
-
-    def _trace(self, args: Args, kwargs: Kwargs, span: Span | None) -> Trace:
-        numbers = (self._argnums,) if isinstance(self._argnums, int) else self._argnums
-        if max(numbers, default=0) >= len(args):
-            raise TypeError(
-                f"value_and_grad: argnums={self._argnums!r} names positional arguments, of which there are {len(args)}"
-            )
-        chosen = args[self._argnums] if isinstance(self._argnums, int) else [args[k] for k in numbers]
-        require_inexact(describe(chosen), "value_and_grad")
-        with span.tracing() if span is not None else contextlib.nullcontext():
-            axes = span.axes if span is not None else ()
-            traced = trace(self._loss, self._argnums, args, kwargs, has_aux=self._has_aux, axes=axes)
-        if any(isinstance(value, jax.core.Tracer) for value in traced.closed.consts):
-            raise CollectiveError(
-                "value_and_grad: the loss closes over a value that jax.grad or jax.vmap is tracing around this step. "
-                "Pass it as an argument of the step."
-            )
-        return traced
