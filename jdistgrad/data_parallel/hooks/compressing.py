@@ -83,7 +83,8 @@ def _by_factors(
     wanted = bucket.flat + state["error"] if feedback else bucket.flat
     parts = {slot.index: wanted[slot.offset : slot.offset + slot.length] for slot in bucket.slots}
     averaged, sent, factors = dict(parts), dict(parts), {}
-    rest = [slot for slot in bucket.slots if slot not in matrices]
+    compressed = {slot.index for slot in matrices}
+    rest = [slot for slot in bucket.slots if slot.index not in compressed]
     if rest:  # which is averaged in one reduction
         whole = average(jnp.concatenate([parts[slot.index] for slot in rest]))
         ends = np.cumsum([slot.length for slot in rest])[:-1].tolist()

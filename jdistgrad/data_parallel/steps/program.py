@@ -58,9 +58,8 @@ def trace(
         raise TypeError(
             f"value_and_grad: argnums={argnums!r} names positional arguments, of which there are {len(args)}"
         )
-    require_inexact(
-        describe(args[argnums] if isinstance(argnums, int) else [args[k] for k in numbers]), "value_and_grad"
-    )
+    chosen = args[argnums] if isinstance(argnums, int) else [args[k] for k in numbers]
+    require_inexact(describe(chosen), "value_and_grad")
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
 
@@ -84,8 +83,7 @@ def trace(
             "value_and_grad: the loss closes over a value that jax.grad or jax.vmap is tracing around this step. "
             "Pass it as an argument of the step."
         )
-    parameters = jax.tree.leaves([args[k] for k in numbers])
-    return Trace(closed, found["gradients"], found["results"], found["used"], found["static"], parameters)
+    return Trace(closed, **found, parameters=jax.tree.leaves(chosen))
 
 
 def _probed(loss: Callable[..., Any], numbers: Sequence[int], used: set[int]) -> Callable[..., Any]:
