@@ -14,7 +14,7 @@ from jdistgrad.autograd.callee.orders import explained
 from jdistgrad.autograd.callee.pullbacks import Outputs
 from jdistgrad.autograd.values.holes import can_be_traced, is_differentiable
 from jdistgrad.autograd.values.results import strong
-from jdistgrad.data_parallel.buckets.static_parts import opened
+from jdistgrad.data_parallel.buckets.static_parts import Enclosed, opened
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import once_for_all
@@ -71,7 +71,7 @@ class StageFunction(ServedFunction):
     function: Callable[..., Any]
     remat: bool = False
     loss: Callable[..., Any] | None = None
-    _compiled: dict[Wanted, Callable[..., "Traced"]] = dataclasses.field(
+    _compiled: dict[Wanted, Callable[..., Any]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     pure = True
@@ -79,8 +79,11 @@ class StageFunction(ServedFunction):
     def __reduce__(self) -> Any:
         return StageFunction, (self.function, self.remat, self.loss)
 
-    def compiled(self, wanted: Wanted) -> "Callable[..., Traced]":
-        """Return the stage's forward pass, compiled, with its pullback if anything is wanted."""
+    def compiled(self, wanted: Wanted) -> Callable[..., tuple[list[Any], Enclosed]]:
+        """Return the stage's forward pass, compiled, with its pullback if anything is wanted.
+
+        It returns the arrays that it has made, and a ``Known``.
+        """
         found = self._compiled.get(wanted)
         if found is None:
             made_of = self.function, self.remat, self.loss
@@ -164,15 +167,6 @@ class Known:
         return self._halves
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Traced:
-    """What a compiled forward pass returns."""
-
-    made: list[Any]
-    known: Known = dataclasses.field(metadata={"static": True})
-
-
 class Recording:
     """A stage's forward pass on one microbatch: its result, and both halves of its pullback.
 
@@ -185,9 +179,9 @@ class Recording:
 
     def __init__(self, function: StageFunction, parts: tuple[Any, ...], wanted: Wanted, targets: tuple[Any, ...]):
         with explained(function):
-            traced = function.compiled(wanted)(parts, targets)
-        self._known = known = traced.known
-        found = [*jax.tree.leaves((parts, targets)), *traced.made]  # NumPy arrays may stay: compiled code takes them
+            made, enclosed = function.compiled(wanted)(parts, targets)
+        self._known = known = enclosed.value
+        found = [*jax.tree.leaves((parts, targets)), *made]  # NumPy arrays may stay: compiled code takes them
         result = known.tree.children()[0]
         leaves, count = [found[place] for place in known.sources], result.num_leaves
         self.result, self._residuals = jax.tree.unflatten(result, leaves[:count]), leaves[count:]
@@ -211,10 +205,10 @@ class Recording:
 
 
 @functools.lru_cache(maxsize=SHARED)
-def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[..., Traced]:
+def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[..., Any]:
     function = StageFunction(*(one for one, _ in made_of))  # not the stage's, which holds what is compiled
 
-    def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Traced:
+    def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Any:
         # Weak types get lost on the way between processes, and a placement must not change what is computed.
         parts, targets = jax.tree.map(strong, (parts, targets))
         leaves, tree = jax.tree.flatten(parts)
@@ -240,7 +234,7 @@ def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[.
         else:
             _, result = primal(variables)
         outputs = Outputs.of((result, pullback), jax.tree.leaves((parts, targets)))
-        return Traced(outputs.made, Known(outputs.sources, outputs.tree, *counts))
+        return outputs.made, Enclosed(Known(outputs.sources, outputs.tree, *counts))
 
     return jax.jit(forward)
 
