@@ -99,7 +99,6 @@ def is_reference(node: Any) -> bool:
 
 
 def _is_module(given: Any) -> bool:
-    """Return whether this is a function or module on another worker."""
     return all(hasattr(given, name) for name in ("apply", "parameters", "state"))
 
 
@@ -120,7 +119,6 @@ def averaging_of(stages: Sequence[Stage]) -> tuple[int, ...]:
 
 
 def consumers_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the stages that take each stage's result."""
     stages = range(len(inputs))
     found = tuple(tuple(later for later in stages if stage in inputs[later]) for stage in stages)
     for stage in stages[:-1]:
@@ -132,7 +130,6 @@ def consumers_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]
 
 
 def ranks_of(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[AnyWorker] | None) -> tuple[int, ...]:
-    """Return the rank of each stage's worker."""
     find = current_worker().directory.find
     if workers is not None:
         if len(workers) != schedule.workers:

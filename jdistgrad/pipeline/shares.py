@@ -58,7 +58,6 @@ class Brought(NamedTuple):
     sizes: Sequence[int]
 
     def to(self, part: Part) -> "Brought":
-        """Return the arguments that a part takes."""
         takes_batch = any(BATCH in part.plan.inputs[stage] for stage in part.functions)
         return Brought(self.batch if takes_batch else (), self.targets if part.is_last else (), self.sizes)
 
@@ -211,7 +210,6 @@ class Run:
         self._action = None
 
     def doing(self) -> str:
-        """Say what the share has been doing, and for how long."""
         what, since = (f"waiting for {self._waits_for}", self._due) if self._waits_for else ("computing", self._ready)
         where = "" if self._action is None else f"{spelled(self._action)}: "
         return f"{where}{what} for {time.monotonic() - since:.1f} s"
@@ -316,7 +314,6 @@ class Run:
             self._contribute(stage, total.leaves)
 
     def _contribute(self, stage: int, gradients: list[Any]) -> None:
-        """Give the gradients of a stage to the owners of its parameters."""
         rest = iter(gradients)
         references = references_of(self._part.parameters[stage])
         for reference, count in zip(references, self._gradients[stage], strict=True):

@@ -110,8 +110,6 @@ class StageFunction(ServedFunction):
 
 
 def _in_arrays(function: Callable[..., Any], result: Any) -> Any:
-    """Return a result with its numbers as arrays."""
-
     def array(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
             return strong(leaf)

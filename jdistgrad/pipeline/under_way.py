@@ -68,16 +68,15 @@ class UnderWay:
     def close(self) -> None:
         self.closed.set_result(None)
         for one in list(self._averages.values()):
-            one.close()
+            one.abandon(one.order)
 
     def give_up(self, error: BaseException) -> None:
         """End the averages. What the shares wait for fails by itself."""
         for one in list(self._averages.values()):
-            one.close()
+            one.abandon(one.order)
 
 
 def doing(step: int) -> str:
-    """Say what this worker does in a step of the current context."""
     scope = current_scope()
     if scope is None:
         return "nothing yet"
@@ -105,11 +104,14 @@ class Averages:
 
     Arguments:
       closed: done as soon as the context is closed: a stage whose turn has not come averages no more.
+
+    Attributes:
+      order: all stages of this worker that average, in the order of their turns.
     """
 
     def __init__(self, closed: Told):
         self._closed, self._ended = closed, Told()
-        self._order: list[int] = []
+        self.order: list[int] = []
         self._by: dict[int, tuple[DataParallel, Told]] = {}  # and what ends before it may be used, by stage
         self._given: dict[int, concurrent.futures.Future[Any]] = {}  # gradients and a promise, or None: there are none
         self._averaged: list[DataParallel] = []
@@ -122,16 +124,15 @@ class Averages:
         if not isinstance(found, DataParallel):
             raise TypeError(f"a reference to a {type(found).__name__}, expected one to a DataParallel")
         with self._lock:
-            begins, self._order = not self._order, order
+            begins, self.order = not self.order, order
             before = _latest.get(found, self._ended)
             self._by[stage], _latest[found] = (found, before), self._ended
         if begins:
             worker.run(self._run)
         if self._closed.done():
-            self.close()
+            self.abandon(order)
 
     def begin(self, stage: int, gradients: list[Any]) -> concurrent.futures.Future[list[Any]]:
-        """Average a stage's gradients in its turn."""
         promise = concurrent.futures.Future[list[Any]]()
         self._give(stage, (gradients, promise))
         return promise
@@ -149,9 +150,6 @@ class Averages:
         for one in averaged:
             one.abandon()
 
-    def close(self) -> None:
-        self.abandon(self._order)
-
     def _give(self, stage: int, given: Any) -> None:
         future = self._future_of(stage)
         with self._lock:
@@ -164,7 +162,7 @@ class Averages:
 
     def _run(self) -> None:
         try:
-            for stage in self._order:
+            for stage in self.order:
                 given = self._future_of(stage).result()
                 if stage in self._by:  # else its share has not come so far
                     self._average(*self._by[stage], given)

@@ -150,7 +150,6 @@ def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Check that each stage has each microbatch once."""
     batches = schedule.microbatches
     found: dict[Kind, set[int]] = {kind: set() for kind in Kind}  # numbers: so many pairs would call the collector
     for row in schedule.actions:

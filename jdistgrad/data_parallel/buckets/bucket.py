@@ -84,7 +84,6 @@ class Bucket:
 def lay_out(
     leaves: Sequence[Leaf], plan: Sequence[Sequence[int]], sparse: frozenset[int] = frozenset()
 ) -> list[Bucket]:
-    """Return the buckets of a plan, from the leaf indices of each."""
     buckets = []
     for k, indices in enumerate(plan):
         slots, offset = [], 0

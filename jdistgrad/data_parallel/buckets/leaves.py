@@ -95,7 +95,6 @@ def _spelled(path: Any) -> str:
 
 
 def require_inexact(leaves: Sequence[Leaf], what: str) -> None:
-    """Raise LeafError for the first leaf that is neither floating nor complex: it has no average."""
     for leaf in leaves:
         if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
             raise LeafError(

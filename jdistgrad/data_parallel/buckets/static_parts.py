@@ -16,7 +16,6 @@ import numpy as np
 
 CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict, type(None))
 PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, enum.Enum)  # whose repr says all
-DEEPEST = 20  # parts within parts; some refer to themselves
 
 
 @jax.tree_util.register_static
@@ -77,23 +76,20 @@ def static_parts(structure: Any) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _spelled(value: Any, depth: int = 0) -> str:
-    if depth > DEEPEST:
-        return type(value).__qualname__
+def _spelled(value: Any) -> str:
     if isinstance(value, PLAIN):
         return repr(value)
-    inner = functools.partial(_spelled, depth=depth + 1)
     if isinstance(value, functools.partial):
-        return f"partial{inner((value.func, value.args, value.keywords))}"
+        return f"partial{_spelled((value.func, value.args, value.keywords))}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind: Any = type(value)
         fields = dataclasses.fields(value) if kind.__dataclass_params__.eq else ()  # else only its identity counts
-        return type(value).__qualname__ + inner([getattr(value, one.name, None) for one in fields if one.compare])
+        return type(value).__qualname__ + _spelled([getattr(value, one.name, None) for one in fields if one.compare])
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(inner, value))})"
+        return f"({', '.join(map(_spelled, value))})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{inner(key)}: {inner(one)}' for key, one in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{_spelled(key)}: {_spelled(one)}' for key, one in value.items()))}}}"
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+        return f"{{{', '.join(sorted(map(_spelled, value)))}}}"
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)  # of a function or a class
     return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else type(value).__qualname__

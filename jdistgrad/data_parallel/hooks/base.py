@@ -41,7 +41,6 @@ class Hook(NamedTuple):
 
 
 def checked(hook: Any) -> Hook | None:
-    """Return a hook, or None, unchanged. Raise HookError for anything else."""
     if hook is None or (isinstance(hook, Hook) and callable(hook.init) and callable(hook.apply)):
         return hook
     raise HookError(
@@ -62,7 +61,6 @@ def require_states(hook: Hook, states: Sequence[Any], buckets: Sequence[Bucket])
 
 
 def reduce(hook: Hook, bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
-    """Apply a hook. Raise HookError if its result does not fit the bucket."""
     returned = hook.apply(bucket, state, collectives)
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     flat, state = returned if is_pair else (returned, None)

@@ -107,7 +107,6 @@ def _by_factors(
 
 
 def _matrices(bucket: Bucket, rank: int, min_rate: float) -> list[Slot]:
-    """Return the leaves of a bucket that are worth compressing."""
     found = []
     for slot in bucket.slots:
         if bucket.dtype.kind != "c" and len(slot.shape) > 1 and slot.length:

@@ -89,7 +89,6 @@ def bit_digests(leaves: Sequence[Any]) -> list[int]:
 
 
 def require_same_parameters(leaves: Sequence[Leaf], digests: Mapping[int, Sequence[int]]) -> None:
-    """Compare the digests of the parameters with those of the lowest rank that has some."""
     first = min(digests, default=0)
     for place, leaf in enumerate(leaves):
         others = [rank for rank, mine in digests.items() if mine[place] != digests[first][place]]
@@ -110,15 +109,12 @@ def require_same_bits(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray], gath
     """Compare every leaf with rank 0's. DisagreementError names the leaf, the first place, the rank and both values."""
     digests = gather([hashlib.blake2b(array.tobytes(), digest_size=16).digest() for array in arrays])
     for place, leaf in enumerate(leaves):
-        if len({its[place] for its in digests}) > 1:
-            _raise_difference(leaf, gather(arrays[place]))
-
-
-def _raise_difference(leaf: Leaf, values: Sequence[np.ndarray]) -> None:
-    first = values[0].reshape(-1)
-    for rank, value in enumerate(values):
-        other = value.reshape(-1)
-        if first.tobytes() != other.tobytes():
+        if len({its[place] for its in digests}) == 1:
+            continue
+        first, *others = (value.reshape(-1) for value in gather(arrays[place]))
+        for rank, other in enumerate(others, 1):
+            if first.tobytes() == other.tobytes():
+                continue
             octets = (np.frombuffer(flat.tobytes(), np.uint8).reshape(first.size, -1) for flat in (first, other))
             at = int(np.flatnonzero(np.not_equal(*octets).any(axis=1))[0])
             where = tuple(int(i) for i in np.unravel_index(at, leaf.shape))

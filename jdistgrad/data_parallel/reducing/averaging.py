@@ -130,7 +130,6 @@ def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:
 def with_hook(
     hook: hooks.Hook, bucket: Bucket, gradients: Sequence[jax.Array], state: Any, divisor: float, all_: HostCollectives
 ) -> tuple[list[jax.Array], Any]:
-    """Average through a hook; return the averages and the hook's new state."""
     shown = dataclasses.replace(bucket, flat=flatten(list(gradients)), divisor=divisor)
     flat, state = hooks.reduce(hook, shown, state, all_)
     averaged = cut(flat, tuple(slot.shape for slot in bucket.slots))
@@ -157,7 +156,6 @@ def first_not_finite(gradients: Sequence[Any]) -> int:
 
 
 def require_rows(path: str, gradient: Any) -> None:
-    """Raise LeafError for a sparse array that is not a list of rows or elements."""
     if gradient.n_batch or not gradient.n_sparse:
         raise LeafError(
             f"the sparse gradient {path} has {gradient.n_batch} batch dimensions and {gradient.n_sparse} that are "

@@ -19,17 +19,18 @@ from jdistgrad.errors import LeafError
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """The buckets that the ranks have agreed on for one tree of gradients."""
+    """The buckets that the ranks have agreed on for one tree of gradients.
+
+    ``bucketed``: the leaves of all buckets, one bucket after the other. ``bucket_of``: the bucket of each leaf.
+    """
 
     terms: Terms
     digest: int
     order: tuple[int, ...]
     buckets: tuple[Bucket, ...]
 
-    @functools.cached_property
-    def bucketed(self) -> list[int]:
-        """The leaves of all buckets, one bucket after the other."""
-        return [slot.index for bucket in self.buckets for slot in bucket.slots]
+    bucketed: list[int]
+    bucket_of: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +59,12 @@ class Rules:
         cap = self.bucket_cap_mb
         return (
             ("bucket_cap_mb", str(cap) if cap is None else repr(float(cap)).removesuffix(".0")),
-            ("the hook", self.hook_name),
+            ("the hook", self.hook.name if self.hook else "none"),
             ("find_unused_parameters", str(self.find_unused_parameters)),
             ("check_finite", str(self.check_finite)),
             ("sparse", str(sorted(self.sparse))),
             ("check_parameters", str(self.check_parameters)),
         )
-
-    @property
-    def hook_name(self) -> str:
-        return self.hook.name if self.hook else "none"
 
     def terms(self, tree: Any, static: tuple[str, ...] | None = None) -> Terms:
         """Describe a tree of gradients as the ranks compare it. ``static``: its static parts, if it has lost them."""
@@ -101,7 +98,9 @@ class Rules:
         sparse = frozenset(k for k, leaf in enumerate(terms.leaves) if self.travels_as_rows(leaf))
         walk = range(len(terms.leaves))[::-1] if order is None else order  # a guess: the last gradients come first
         groups = plan_buckets(terms.leaves, limits_of(self.bucket_cap_mb), sparse=sparse, order=walk, large_alone=True)
-        return BucketPlan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))
+        buckets = tuple(lay_out(terms.leaves, groups, sparse))
+        bucket_of = {leaf: number for number, group in enumerate(groups) for leaf in group}
+        return BucketPlan(terms, terms.digest(), tuple(walk), buckets, list(bucket_of), bucket_of)
 
 
 @dataclasses.dataclass

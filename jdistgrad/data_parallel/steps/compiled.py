@@ -82,7 +82,7 @@ class CompiledAverage:
         states = self.initial_states(gradients)
         if jax.tree.leaves(states):
             raise HookError(
-                f"the hook {self._rules.hook_name!r} has a state, and a step inside jit has nowhere to keep it. Use "
+                f"the hook {self._hook.name!r} has a state, and a step inside jit has nowhere to keep it. Use "
                 "average_gradients(hook=...), whose state is the optimizer's, or call the step from Python."
             )
         return self.average_with(gradients, states, what)[0]

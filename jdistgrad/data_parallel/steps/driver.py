@@ -66,7 +66,7 @@ class Driver:
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
         self._plans: dict[Any, BucketPlan] = {}
         self._noted: dict[Any, list[bool]] = {}  # by structure, the parameters used by steps since the last average
-        self.statistics = Statistics(hook=rules.hook_name, bucket_cap_mb=rules.bucket_cap_mb)
+        self.statistics = Statistics(hook=rules.hook.name if rules.hook else "none", bucket_cap_mb=rules.bucket_cap_mb)
         self.used: Any = None
 
     @property
@@ -229,7 +229,6 @@ class Driver:
         self._thread.submit(self._reducer.abandon, self._reducer.step, 0)
 
     def _handling(self, plan: BucketPlan, act: Act = Act.REDUCE, **unusual: Any) -> Handling:
-        """Begin the next step; return the way in which its gradients are reduced."""
         self._reducer.step += 1
         return dataclasses.replace(self._reducer.default_handling(plan, act), **unusual)
 

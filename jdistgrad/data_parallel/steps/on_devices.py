@@ -222,7 +222,6 @@ class DeviceDriver(Driver):
 
 
 def _on_several(leaf: Any) -> bool:
-    """Return whether a leaf is an array of this process that lies on several devices."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False
     return len(leaf.devices()) > 1 and leaf.is_fully_addressable
@@ -242,7 +241,6 @@ def _first_state(bucket: Bucket, hook: Hook | None) -> Any:
 
 
 def new_driver(collectives: HostCollectives, rules: Rules) -> Driver:
-    """Return the driver of a rank's steps, as its collectives need it."""
     if isinstance(collectives, Devices | OnDevice):
         return DeviceDriver(collectives, rules)
     return Driver(collectives, rules)

@@ -5,7 +5,6 @@ The buckets are reduced by the communication thread, one for each DataParallel, 
 
 import concurrent.futures
 import contextlib
-import functools
 import queue
 import threading
 import weakref
@@ -15,7 +14,6 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import configured
-from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.host_arrays import as_set, settings
 from jdistgrad.data_parallel.buckets.leaves import index_dimensions
 from jdistgrad.data_parallel.collectives.roll_call import Act
@@ -71,42 +69,11 @@ def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:
             del task, future, chosen, function, args
 
 
-class Launching:
-    """A pure state machine that decides when each bucket of a step is launched.
+class Reduction:
+    """The reduction of one step's gradients.
 
     Gradients come in any order; buckets are launched strictly in the order of the plan. Launching by arrival would pair
     different buckets on different ranks: silently wrong sums where the buckets' sizes are equal.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket]):
-        self._slots = {slot.index: (bucket.index, slot) for bucket in buckets for slot in bucket.slots}
-        self._waiting = [len(bucket.slots) for bucket in buckets]
-        self._ready: set[int] = set()
-        self._next = 0
-
-    def ready(self, leaf: int) -> range:
-        """Mark a gradient as ready; return the buckets to launch now. Raise LeafError if it was ready before."""
-        bucket, slot = self._slots[leaf]
-        if leaf in self._ready:
-            raise LeafError(
-                f"the gradient of {slot.path} (leaf {leaf}, bucket {bucket}) was marked ready twice in one step. Each "
-                "gradient is reduced once: sum the parts first.",
-                path=slot.path,
-            )
-        self._ready.add(leaf)
-        self._waiting[bucket] -= 1
-        start = self._next
-        while self._next < len(self._waiting) and self._waiting[self._next] == 0:
-            self._next += 1
-        return range(start, self._next)
-
-    def missing(self) -> list[str]:
-        """Return the paths of the gradients that have not come."""
-        return [slot.path for leaf, (_, slot) in sorted(self._slots.items()) if leaf not in self._ready]
-
-
-class Reduction:
-    """The reduction of one step's gradients.
 
     Unless they were given (``handling.act``), the gradients are overwritten: nobody else must hold them.
 
@@ -128,11 +95,9 @@ class Reduction:
         self.found: Any = None  # by ``then``
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)
         self._launched: list[concurrent.futures.Future[Any]] = []
+        self._missing = [len(bucket.slots) for bucket in plan.buckets]
+        self._came: set[int] = set()  # of ``ready``
         self._failed = False
-
-    @functools.cached_property
-    def _launching(self) -> Launching:
-        return Launching(self._plan.buckets)
 
     @property
     def is_launched(self) -> bool:
@@ -155,10 +120,11 @@ class Reduction:
     def ready(self, leaf: int, gradient: Any) -> None:
         """Give the gradient of a leaf, by its place in ``jax.tree.leaves``. Leaves may come in any order."""
         self._check(leaf, gradient)
-        launched = self._launching.ready(leaf)
+        self._came.add(leaf)
         self._gradients[leaf] = gradient
-        for number in launched:
-            slots = self._plan.buckets[number].slots
+        self._missing[self._plan.bucket_of[leaf]] -= 1
+        while not self.is_launched and self._missing[len(self._launched)] == 0:
+            slots = self._plan.buckets[len(self._launched)].slots
             taken = [self._gradients[slot.index] for slot in slots]
             for slot in slots:
                 self._gradients[slot.index] = None
@@ -168,6 +134,12 @@ class Reduction:
         leaves = self._plan.terms.leaves
         if not (isinstance(leaf, int) and 0 <= leaf < len(leaves)):
             raise LeafError(f"ready: there is no leaf {leaf!r}; this tree has {len(leaves)}, counted from 0")
+        if leaf in self._came:
+            raise LeafError(
+                f"the gradient of {leaves[leaf].path} (leaf {leaf}) was marked ready twice in one step. Each gradient is "
+                "reduced once: sum the parts first.",
+                path=leaves[leaf].path,
+            )
         expected, sparse, found = leaves[leaf], index_dimensions(gradient), type(gradient).__name__
         if isinstance(gradient, jax.Array) or sparse:
             found = str(expected._replace(shape=gradient.shape, dtype=gradient.dtype, sparse=sparse))
@@ -202,7 +174,7 @@ class Reduction:
           UnfinishedError: a rank has died meanwhile; begin again.
         """
         if not self.is_launched:
-            missing = self._launching.missing()
+            missing = [leaf.path for k, leaf in enumerate(self._plan.terms.leaves) if k not in self._came]
             raise LeafError(
                 f"the reduction cannot end: {len(missing)} gradients were never marked ready, first {missing[0]}. Mark "
                 "every leaf ready in every step, those that are zero too.",
