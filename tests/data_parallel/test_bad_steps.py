@@ -29,10 +29,10 @@ def test_what_a_rank_that_has_joined_cannot_do(big_world, rank, size):
 
 
 BAD_GRADIENTS = {
-    "longer": (0, jnp.ones(5), r"the gradient of \['w'\] is float32\[5\], expected float32\[3\]"),
-    "another type": (0, jnp.ones(3, jnp.bfloat16), r"bfloat16\[3\], expected float32\[3\]"),
-    "sparse": (0, BCOO.fromdense(jnp.ones(3)), r"sparse float32\[3\] of 1 indices, expected float32\[3\]"),
-    "no array of JAX": (0, np.ones(3, np.float32), "is a ndarray, expected a JAX array"),
+    "longer": (0, jnp.ones(5), r"the gradient of \['w'\] is float32\[5\], expected a JAX array float32\[3\]"),
+    "another type": (0, jnp.ones(3, jnp.bfloat16), "is bfloat16"),
+    "sparse": (0, BCOO.fromdense(jnp.ones(3)), "is sparse float32"),
+    "no array of JAX": (0, np.ones(3, np.float32), "is ndarray"),
     "no such leaf": (1, jnp.ones(3), "there is no leaf 1; this tree has 1"),
 }
 

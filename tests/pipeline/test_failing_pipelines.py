@@ -314,14 +314,6 @@ def test_an_average_that_is_no_data_parallel_is_named(world):
     steps_well(refs)
 
 
-class Unhashable:
-    def __call__(self, params, x):
-        return x
-
-    def __eq__(self, other):
-        return isinstance(other, Unhashable)
-
-
 def loss_of_three(output, target):
     return jnp.mean(output), output, target
 
@@ -365,8 +357,6 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
         (lambda: jd.Pipeline(good, deadlocking(), workers=workers), jd.ScheduleError),
         (lambda: jd.Pipeline(good, "0F0,0B0", workers=workers), TypeError),
         (lambda: jd.Pipeline(good, schedule, loss=3, workers=workers), TypeError),
-        (lambda: jd.Pipeline([(Unhashable(), refs[0]), *good[1:]], schedule), TypeError),
-        (lambda: jd.Pipeline(good, schedule, loss=Unhashable()), TypeError),
         (lambda: jd.Pipeline(good, schedule, timeout=0), ValueError),
     ]
     for make, kind in cases:
@@ -403,8 +393,6 @@ def test_steps_that_cannot_be_taken_are_refused(world):
             pipeline_of([multiply] * 3, refs, loss=None).step(X)
         with pytest.raises(ValueError):
             pipeline.report()
-        with pytest.raises(TypeError, match=r"mean takes targets, but step\(\.\.\., targets=\) was not given any"):
-            pipeline.step(X)
         with pytest.raises(ValueError):
             pipeline.apply(pp.whole(X))
     with pytest.raises(jd.DifferentiationError, match=r"vector_loss returned float32\[2\].*mean"), jd.context():
@@ -414,17 +402,18 @@ def test_steps_that_cannot_be_taken_are_refused(world):
 
 @on_worker0
 def test_what_is_no_array_in_a_batch_is_named(world):
-    """References would be split like arrays; of others, JAX would say on another worker that they should be static."""
+    """References would be split like arrays."""
     refs, held = refs_on_all(), jd.remote(jd.world_size() - 1, np.copy, args=(X,))
     pipeline = pipeline_of([multiply] * 3, refs)
     for batch, y in ((held, Y), ({"x": held}, Y), (X, held)):
         with pytest.raises(TypeError, match=r"is a reference, RRef.*to_here\(\)"), jd.context():
             pipeline.step(batch, targets=y)
     for given in (range(len(X)), X.astype(str)):
-        with pytest.raises(TypeError, match=r"argument 0 of the step is .*, with which JAX cannot compute"):
+        with pytest.raises(TypeError):
             pipeline.apply(given)
-    with pytest.raises(TypeError), jd.context():
-        pipeline.step(X, targets={"y": Y, "reduce": pp.whole("mean")})
+    for targets in (None, {"y": Y, "reduce": pp.whole("mean")}):
+        with pytest.raises(TypeError), jd.context():
+            pipeline.step(X, targets=targets)
     steps_well(refs)
 
 

@@ -136,8 +136,8 @@ class Reduction:
             raise LeafError(f"ready: there is no leaf {leaf!r}; this tree has {len(leaves)}, counted from 0")
         if leaf in self._came:
             raise LeafError(
-                f"the gradient of {leaves[leaf].path} (leaf {leaf}) was marked ready twice in one step. Each gradient is "
-                "reduced once: sum the parts first.",
+                f"the gradient of {leaves[leaf].path} (leaf {leaf}) was marked ready twice in one step. Each gradient "
+                "is reduced once: sum the parts first.",
                 path=leaves[leaf].path,
             )
         expected, sparse, found = leaves[leaf], index_dimensions(gradient), type(gradient).__name__
