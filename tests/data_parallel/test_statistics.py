@@ -44,7 +44,7 @@ def test_statistics(big_world, rank, size):
 @pytest.mark.host_memory
 def test_buckets_are_reduced_while_the_backward_pass_runs(big_world):
     # Each reduction waits for the next piece of the backward pass to begin, and that piece for the reduction to begin.
-    layers = 8
+    layers = 4
 
     def body(rank, size):
         computing = [threading.Event() for _ in range(layers + 1)]

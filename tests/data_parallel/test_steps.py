@@ -15,8 +15,7 @@ from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one piece"])
-@pytest.mark.parametrize("cap", [None, SMALL], ids=["one bucket", "small buckets"])
+@pytest.mark.parametrize(("cap", "overlap"), [(None, False), (SMALL, True)], ids=["one piece", "overlap"])
 @on_every_worker
 def test_gradients_are_those_of_the_whole_batch(world, cap, overlap, rank, size):
     dp = DataParallel(bucket_cap_mb=cap, overlap=overlap)
@@ -126,7 +125,7 @@ def test_sums_are_right_when_gradients_come_in_different_orders(world, rank, siz
     # The leaves have equal shapes, so only the numbers would show that different leaves were summed.
     dp = DataParallel(bucket_cap_mb=SMALL / 100)
     like, chance = [jnp.zeros(3)] * 4, random.Random(rank)
-    for step in range(200):
+    for step in range(80):
         reduction = dp.reduction(like)
         for leaf in chance.sample(range(4), 4):
             reduction.ready(leaf, jnp.full(3, 1000.0 * leaf + step + rank) + 0)
@@ -141,12 +140,12 @@ def test_batches_of_different_sizes(big_world, rank, size):
     # Each shape needs its own program. The ranks agree only on the tree of parameters, which is the same.
     dp = DataParallel()
     step = dp.value_and_grad(loss)
-    for rows in ((4, 4, 2), (4, 4, 4), (1, 4, 2)):
+    for rows in ((4, 4, 2), (1, 4, 4)):
         whole = [batch(r, rows[r]) for r in range(size)]
         expected = serial(loss, parameters(), whole)[1]
         assert_close(step(parameters(), whole[rank])[1], expected)
         assert_close(jax.jit(step)(parameters(), whole[rank])[1], expected)
-    assert dp.statistics().steps == 3
+    assert dp.statistics().steps == 2
 
 
 @on_every_worker

@@ -81,9 +81,9 @@ def steps_well(refs):
 
 
 @pytest.mark.parametrize(
-    ("function", "what", "action"), [(fails, "stage broke", "F0"), (fails_backwards, "rule broke", "B0")]
+    ("stage", "function", "what", "action"),
+    [(0, fails, "stage broke", "F0"), (2, fails, "stage broke", "F0"), (1, fails_backwards, "rule broke", "B0")],
 )
-@pytest.mark.parametrize("stage", [0, 1, 2])
 @on_worker0
 def test_a_stage_that_raises_is_named_with_microbatch_action_and_worker(world, stage, function, what, action):
     refs, functions = refs_on_all(), [multiply] * 3
