@@ -35,6 +35,7 @@ from jdistgrad.data_parallel.steps.reduction import Reduction
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within
+from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.rref import RRef
 
 P = ParamSpec("P")
@@ -121,11 +122,6 @@ class DataParallel(Corrected):
             self._of_programs = self.collectives.adjusted(timeout=timeout, meets_in_programs=meets)
         self._compiled_average = CompiledAverage(self._of_programs, rules, self._driver)
 
-    def __repr__(self) -> str:
-        set_ = {"hook": self._rules.hook, "find_unused_parameters": self._rules.find_unused_parameters or None}
-        shown = "".join(f", {name}={value!r}" for name, value in set_.items() if value is not None)
-        return f"DataParallel({self.collectives!r}, bucket_cap_mb={self._rules.bucket_cap_mb or 25}{shown})"
-
     @property
     def size(self) -> int:
         """The number of ranks that take part: without those whose loss the steps have survived."""
@@ -195,36 +191,27 @@ class DataParallel(Corrected):
         into segments, and buckets travel while later segments run. Every rank must call the returned function equally
         often. Functions among the leaves of arguments are passed on; in the gradients they are None.
         """
-        plain = self._step_of(loss_fn, argnums, has_aux=has_aux)
-        enclosing = self._step_of(on_opened(loss_fn), argnums, has_aux=has_aux)
+        plain, enclosing = (Programs(one, argnums, has_aux=has_aux) for one in (loss_fn, on_opened(loss_fn)))
 
         @functools.wraps(loss_fn)
         def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             if not has_functions((args, kwargs)):
-                return plain(*args, **kwargs)
+                return self._step(plain, args, kwargs)
             args, kwargs = enclosed((args, kwargs))
-            value, gradients = enclosing(*args, **kwargs)
+            value, gradients = self._step(enclosing, args, kwargs)
             return opened(value), removed(gradients)
 
         return step
 
-    def _step_of(
-        self, loss_fn: Callable[..., Any], argnums: int | Sequence[int], *, has_aux: bool
-    ) -> Callable[..., tuple[Any, Any]]:
-        programs = Programs(loss_fn, argnums, has_aux=has_aux)
-
-        def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            driver = self._driver_of((args, kwargs))
-            if driver is None:
-                own = localized(self.collectives, args, argnums)
-                value, gradients = jax.value_and_grad(loss_fn, argnums, has_aux)(*own, **kwargs)
-                self._rules.require_sparse_paths(gradients)
-                return value, self._compiled_average.average(gradients, "step") if self._syncing else gradients
-            if not self._syncing:
-                return driver.local_step(programs, args, kwargs)
-            return driver.step(programs, args, kwargs, overlap=self.overlap)
-
-        return step
+    def _step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        driver = self._driver_of((args, kwargs))
+        if driver is None:
+            value, gradients = programs.differentiated(*localized(self.collectives, args, programs.argnums), **kwargs)
+            self._rules.require_sparse_paths(gradients)
+            return value, self._compiled_average.average(gradients, "step") if self._syncing else gradients
+        if not self._syncing:
+            return driver.local_step(programs, args, kwargs)
+        return driver.step(programs, args, kwargs, overlap=self.overlap)
 
     def jit(self, function: Callable[P, V], *, donate_argnums: int | Sequence[int] = ()) -> Callable[P, V]:
         """Return ``jax.jit`` of a function that may take steps of this object and use its collectives.

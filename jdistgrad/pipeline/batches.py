@@ -24,7 +24,7 @@ class Whole:
 
 def whole(value: Any) -> Whole:
     """Mark an argument of a pipeline's step, or a part of one, that is not split into microbatches."""
-    return Whole(jax.tree.map(lambda leaf: leaf.value if _is_whole(leaf) else leaf, value, is_leaf=_is_whole))
+    return Whole(value)
 
 
 def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int) -> list[int]:

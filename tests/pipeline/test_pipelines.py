@@ -796,15 +796,6 @@ def test_a_step_without_backward_passes_returns_the_loss_outside_of_any_context(
         assert jd.get_gradients(ctx) == {}
 
 
-def test_whole_of_what_is_whole_in_part():
-    given = (np.arange(4), pp.whole({"mask": pp.whole(np.ones(2)), "scale": 3.0}))
-    assert [(list(x), sorted(rest)) for x, rest in split(given, sizes_of(given, (), 2))] == [
-        ([0, 1], ["mask", "scale"]),
-        ([2, 3], ["mask", "scale"]),
-    ]
-    assert isinstance(split(given, [4])[0][1]["mask"], np.ndarray)
-
-
 def test_losses_of_several_dtypes_are_promoted():
     found = weighted_sum([jnp.bfloat16(1.0), jnp.float32(1 + 2**-20)], [0.5, 0.5])
     assert (found, found.dtype) == (np.float32(1 + 2**-21), np.float32)

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import hashlib
 import logging
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -156,5 +155,5 @@ def _average_partly_summed(
 def localized(collectives: Collectives, args: Args, argnums: int | Sequence[int]) -> list[Any]:
     """Return the arguments; the differentiated arguments become this rank's own: see ``Mesh.localize``."""
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    chosen = {operator.index(number) % max(1, len(args)) for number in numbers}
+    chosen = {number % max(1, len(args)) for number in numbers}
     return [jax.tree.map(collectives.localize, arg) if k in chosen else arg for k, arg in enumerate(args)]

@@ -136,11 +136,14 @@ class Programs:
 
     def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], *, has_aux: bool):
         self._loss, self._has_aux = loss, has_aux
-        self._argnums = (
-            tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else operator.index(argnums)
-        )
+        self.argnums: int | tuple[int, ...]
+        if isinstance(argnums, Sequence):
+            self.argnums = tuple(map(operator.index, argnums))
+        else:
+            self.argnums = operator.index(argnums)
         self._found: dict[Any, Any] = {}
-        self.local = jax.jit(jax.value_and_grad(loss, argnums, has_aux))
+        self.differentiated = jax.value_and_grad(loss, argnums, has_aux)
+        self.local = jax.jit(self.differentiated)
 
     def find(self, args: Args, kwargs: Kwargs, kind: Any, make: Callable[[Trace], T], span: Span | None = None) -> T:
         """Return what ``make`` makes of the traced step: the same for the same kind and shapes.
@@ -151,7 +154,7 @@ class Programs:
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, kind, trace_context(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
-            traced = trace(self._loss, self._argnums, args, kwargs, has_aux=self._has_aux, span=span)
+            traced = trace(self._loss, self.argnums, args, kwargs, has_aux=self._has_aux, span=span)
             self._found[key] = make(traced)
         found: T = self._found[key]
         return found
