@@ -64,7 +64,7 @@ def test_leaves_that_lie_on_several_devices_at_once(big_world, rank, size):
     np.testing.assert_allclose(found["whole"], np.arange(3) + (size - 1) / 2, rtol=1e-6)
 
 
-@pytest.mark.parametrize("kind", [np.float32, float], ids=["NumPy", "Python"])
+@pytest.mark.parametrize("kind", [np.float64, float], ids=["NumPy", "Python"])
 @on_every_worker
 def test_leaves_that_are_no_arrays_of_jax(world, kind, rank, size):
     found = DataParallel().average({"w": kind(1.0 + rank)})["w"]

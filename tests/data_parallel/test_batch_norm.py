@@ -124,3 +124,8 @@ def test_all_settings_are_those_of_flax_but_for_the_axis(world, rank, size):
 def test_what_is_no_group_of_ranks_is_refused_when_the_layer_is_made(make):
     with pytest.raises(TypeError):
         make(64)
+
+
+def test_batch_norm_of_nnx_has_its_axis_and_its_ranks():
+    with pytest.raises(TypeError):
+        NnxSyncBatchNorm(4, None, axis_name="batch", rngs=nnx.Rngs(0))

@@ -86,10 +86,3 @@ def test_arrays_in_the_order_of_fortran_are_broadcast(big_world, rank, size):
     own = np.asfortranarray(np.arange(6.0, dtype=np.float32).reshape(2, 3) + rank)
     found = DataParallel().broadcast({"w": own}, root=1)["w"]
     np.testing.assert_array_equal(found, np.arange(6).reshape(2, 3) + 1)
-
-
-@on_every_worker
-def test_numpy_leaves_of_a_type_that_jax_has_not_here(world, rank, size):
-    found = DataParallel().average({"w": np.full(3, 1.0 + rank)})["w"]
-    assert found.dtype == jnp.ones(3).dtype
-    np.testing.assert_allclose(found, np.full(3, (1 + size) / 2))

@@ -206,15 +206,6 @@ def test_gradients_that_one_rank_cannot_hand_over(big_world, rank, size):
 
 
 @on_every_worker
-def test_a_tree_that_only_one_rank_can_average(big_world, rank, size):
-    # The other ranks raise an error that names the leaf, instead of waiting.
-    dp = DataParallel()
-    with pytest.raises(DisagreementError):
-        dp.average({"w": jnp.ones(3, jnp.int32 if rank == 0 else jnp.float32)})
-    np.testing.assert_allclose(dp.average({"w": jnp.ones(3)})["w"], np.ones(3))
-
-
-@on_every_worker
 def test_losses_over_values_that_are_being_differentiated_elsewhere(world, rank, size):
     dp = DataParallel()
 

@@ -11,7 +11,6 @@ from helpers.models import serial, serially
 from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel.batch_norm import NnxSyncBatchNorm
-from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 
 
@@ -43,12 +42,6 @@ def test_batch_norm_of_nnx_over_the_batch_of_all_ranks(big_world, settings, rank
     assert_close(
         frozen(whole, use_running_average=True), evaluated(whole, use_running_average=True), rtol=1e-4, atol=1e-4
     )
-
-
-@on_every_worker
-def test_batch_norm_of_nnx_has_its_axis_and_its_ranks(world, rank, size):
-    with pytest.raises(TypeError):
-        NnxSyncBatchNorm(4, of_this_world(), axis_name="batch", rngs=nnx.Rngs(0))
 
 
 MODEL = eqx.nn.MLP(4, 2, 3, 1, key=jax.random.key(0))

@@ -150,12 +150,6 @@ def test_an_average_may_divide_before_and_after_the_sum(big_world, factor, rank,
         np.testing.assert_array_equal(found["least"], least if factor == 1 else 0)
 
 
-def test_factors_that_make_no_sense():
-    for factor in (0, -1.0):
-        with pytest.raises(ValueError, match="predivide_factor must be above zero"):
-            hooks.average(factor)
-
-
 @pytest.mark.parametrize("jitted", [False, True], ids=["called", "jit"])
 @on_every_worker
 def test_gradients_in_other_dtypes_than_the_parameters(world, jitted, rank, size):

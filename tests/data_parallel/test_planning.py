@@ -85,12 +85,6 @@ def test_the_first_bucket_is_small_only_while_the_cap_is_left_alone():
     assert limits_of(np.int32(4096)) == (4096 * MIB,)
 
 
-@pytest.mark.parametrize("cap", [0, -1, float("nan")])
-def test_a_cap_that_is_no_size_is_refused(cap):
-    with pytest.raises(ValueError, match="bucket_cap_mb must be above zero"):
-        limits_of(cap)
-
-
 def test_bad_limits_and_orders_are_refused():
     with pytest.raises(ValueError, match=r"limits are numbers of bytes above zero.*\[0\]"):
         plan_buckets([leaf(4)], [0])

@@ -51,18 +51,6 @@ def test_ranks_may_use_different_parameters(big_world, rank, size):
     dp.verify(params)
 
 
-def test_unused_moments_do_not_decay():
-    tx = keep_unused(optax.adam(0.1))
-    params = {"a": jnp.ones(2), "b": jnp.ones(2)}
-    both, one = {"a": True, "b": True}, {"a": True, "b": False}
-    _, state = tx.update(params, tx.init(params), params, used=both)
-    updates, after = tx.update({"a": jnp.ones(2), "b": jnp.zeros(2)}, state, params, used=one)
-    np.testing.assert_array_equal(after[0].mu["b"], state[0].mu["b"])
-    np.testing.assert_array_equal(after[0].nu["b"], state[0].nu["b"])
-    np.testing.assert_array_equal(updates["b"], np.zeros(2))
-    assert (after[0].mu["a"] > state[0].mu["a"]).all()
-
-
 OPTIMIZERS = {
     "masked": optax.masked(optax.adam(0.1), {"a": True, "b": False}),
     "masked by a function": optax.masked(optax.adam(0.1), lambda params: jax.tree.map(lambda p: p.ndim > 0, params)),

@@ -134,20 +134,6 @@ def test_a_driver_with_much_to_do_learns_of_a_failure_between_its_actions(wire_w
     assert 0 < len(_computed) < microbatches
 
 
-@on_worker0
-def test_no_optimizer_uses_half_of_a_steps_gradients(world):
-    refs = refs_on_all()
-    import optax
-
-    optimizer = jd.DistributedOptimizer(optax.sgd(1.0), refs)
-    with jd.context() as ctx:
-        with pytest.raises(RuntimeError):
-            pipeline_of([fails, multiply, multiply], refs).step(X, targets=Y)
-        with pytest.raises(jd.ContextError):
-            optimizer.step(ctx)
-    assert all((ref.to_here() == 1).all() for ref in refs)
-
-
 def set_here(name, function):
     """Define a function of this module's, as a script comes to it; or take it away."""
     if function is None:
@@ -295,16 +281,6 @@ def test_the_drivers_own_stage_that_takes_too_long_is_named(wire_world, slow):
 
 
 @on_worker0
-def test_stages_with_the_same_parameters_average_all_or_none(world):
-    """Replicas would come apart: each would add a part that is its own."""
-    refs = refs_on_all()
-    average = jd.remote(refs[0].owner, dict)
-    stages = [pp.Stage(multiply, refs[0], average=average), (multiply, refs[1]), (multiply, refs[0])]
-    with pytest.raises(ValueError):
-        jd.Pipeline(stages, pp.gpipe(3, 2), loss=mean, workers=[0, 0, 0])
-
-
-@on_worker0
 def test_an_average_that_is_no_data_parallel_is_named(world):
     refs = refs_on_all()
     stages = [pp.Stage(multiply, refs[0]), pp.Stage(multiply, refs[1], average=refs[1]), (multiply, refs[2])]
@@ -358,6 +334,10 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
         (lambda: jd.Pipeline(good, "0F0,0B0", workers=workers), TypeError),
         (lambda: jd.Pipeline(good, schedule, loss=3, workers=workers), TypeError),
         (lambda: jd.Pipeline(good, schedule, timeout=0), ValueError),
+        (  # replicas would come apart: each would add a part that is its own
+            lambda: jd.Pipeline([pp.Stage(multiply, refs[0], average=refs[1]), good[1], good[0]], schedule),
+            ValueError,
+        ),
     ]
     for make, kind in cases:
         with pytest.raises(kind):
