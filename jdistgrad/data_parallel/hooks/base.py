@@ -40,15 +40,6 @@ class Hook(NamedTuple):
     name: str = "hook"
 
 
-def checked(hook: Any) -> Hook | None:
-    if hook is None or (isinstance(hook, Hook) and callable(hook.init) and callable(hook.apply)):
-        return hook
-    raise HookError(
-        f"a hook is a jdistgrad Hook(init, apply, name) of two functions, not {hook!r}. Hooks with settings are called "
-        "first: hooks.powersgd(rank=2)."
-    )
-
-
 def require_states(hook: Hook, states: Sequence[Any], buckets: Sequence[Bucket]) -> None:
     """Raise HookError if a hook's states belong to other buckets. Where there is no state, it belongs to any."""
     if len(states) != len(buckets) and jax.tree.leaves(states):

@@ -45,7 +45,10 @@ def powersgd(
         )
 
     def init(bucket: Bucket) -> dict[str, Any]:
-        factors = {str(slot.index): _random(slot, rank, bucket.dtype) for slot in _matrices(bucket, rank, min_rate)}
+        factors = {}
+        for slot in _matrices(bucket, rank, min_rate):
+            width, key = slot.length // slot.shape[0], jax.random.key(slot.index)  # the same on every rank
+            factors[str(slot.index)] = jax.random.normal(key, (width, min(rank, slot.shape[0], width)), bucket.dtype)
         return {"step": jnp.zeros((), jnp.int32), "error": jnp.zeros(bucket.size, bucket.dtype), "q": factors}
 
     def apply(bucket: Bucket, state: dict[str, Any], collectives: Collectives) -> tuple[jax.Array, Any]:
@@ -113,12 +116,6 @@ def _matrices(bucket: Bucket, rank: int, min_rate: float) -> list[Slot]:
             n, m = slot.shape[0], slot.length // slot.shape[0]
             found += [slot] if (n + m) * rank * min_rate < n * m else []
     return found
-
-
-def _random(slot: Slot, rank: int, dtype: Any) -> jax.Array:
-    """Return a leaf's first Q: random, and the same on every rank."""
-    width = int(np.prod(slot.shape[1:]))
-    return jax.random.normal(jax.random.key(slot.index), (width, min(rank, slot.shape[0], width)), dtype)
 
 
 def int8(*, block: int = BLOCK) -> Hook:

@@ -42,18 +42,20 @@ def require_agreement(terms: Mapping[int, Terms]) -> None:
 
 
 def _difference(ours: Terms, theirs: Terms, first: int, rank: int) -> str | None:
+    a, b = len(ours.leaves), len(theirs.leaves)
+    counts = f" ({a} leaves against {b})" if a != b else ""
     for (name, value), (_, other) in zip(ours.settings, theirs.settings, strict=True):
         if value != other:
             return f"{name} is {value} on rank {first}, {other} on rank {rank}"
     for mine, its in zip(ours.leaves, theirs.leaves, strict=False):
         if mine.path != its.path:
-            return f"leaf {mine.path} of rank {first} stands where rank {rank} has {its.path}{_counts(ours, theirs)}"
+            return f"leaf {mine.path} of rank {first} stands where rank {rank} has {its.path}{counts}"
         if mine != its:
             return f"the leaf {mine.path} is {mine} on rank {first}, {its} on rank {rank}"
-    if len(ours.leaves) != len(theirs.leaves):
-        more, here, there = (ours, first, rank) if len(ours.leaves) > len(theirs.leaves) else (theirs, rank, first)
-        extra = more.leaves[min(len(ours.leaves), len(theirs.leaves))]
-        return f"rank {here} has the leaf {extra.path} ({extra}), rank {there} has none there{_counts(ours, theirs)}"
+    if a != b:
+        more, here, there = (ours, first, rank) if a > b else (theirs, rank, first)
+        extra = more.leaves[min(a, b)]
+        return f"rank {here} has the leaf {extra.path} ({extra}), rank {there} has none there{counts}"
     for part, other_part in itertools.zip_longest(ours.static, theirs.static, fillvalue="nothing"):
         if part != other_part:
             same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(part, other_part, strict=False))
@@ -61,11 +63,6 @@ def _difference(ours: Terms, theirs: Terms, first: int, rank: int) -> str | None
             shown = [f"{one[begin:]:.{SHOWN}}" for one in (part, other_part)]
             return f"a static part of the tree is {shown[0]} on rank {first}, {shown[1]} on rank {rank}"
     return None
-
-
-def _counts(ours: Terms, theirs: Terms) -> str:
-    a, b = len(ours.leaves), len(theirs.leaves)
-    return f" ({a} leaves against {b})" if a != b else ""
 
 
 CHUNKS = 64

@@ -11,10 +11,10 @@ from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, flatten, requ
 from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
 from jdistgrad.data_parallel.buckets.static_parts import static_parts
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
-from jdistgrad.data_parallel.hooks import Hook, checked
+from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
 from jdistgrad.data_parallel.reducing.statistics import Span
-from jdistgrad.errors import LeafError
+from jdistgrad.errors import HookError, LeafError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,12 @@ class Rules:
 
     def __post_init__(self) -> None:
         limits_of(self.bucket_cap_mb)
-        checked(self.hook)
+        hook: Any = self.hook
+        if hook is not None and not (isinstance(hook, Hook) and callable(hook.init) and callable(hook.apply)):
+            raise HookError(
+                f"a hook is a jdistgrad Hook(init, apply, name) of two functions, not {hook!r}. Hooks with settings "
+                "are called first: hooks.powersgd(rank=2)."
+            )
         if isinstance(self.sparse, str) or not all(isinstance(path, str) for path in self.sparse):
             raise TypeError(f"sparse must be a list of paths of leaves, as [\"['embedding']\"], not {self.sparse!r}")
         if not self.timeout > 0:

@@ -114,14 +114,10 @@ class DeviceDriver(Driver):
             return super()._taken(program, args, kwargs)
         handling = self._handling(program.plan, Act.REDUCE)
         found = self._run(program, (args, kwargs), handling)
-        if found is None:
-            return self._in_two(program, args, kwargs, handling)
-        averaged, rest = found
-        return jax.tree.unflatten(program.results, rest), averaged
-
-    def _in_two(self, program: SpanningStep, args: Args, kwargs: Kwargs, handling: Handling) -> tuple[Any, Any]:
-        """Take a step in two programs: this rank's own backward pass, then the averages."""
-        assert program.alone is not None
+        if found is not None:
+            averaged, rest = found
+            return jax.tree.unflatten(program.results, rest), averaged
+        assert program.alone is not None  # in two programs: this rank's own backward pass, then the averages
         if program.program is not None and not self._warned:
             self._warned = True
             log.warning(DIFFERENT_LOSSES)
