@@ -24,7 +24,7 @@ from jdistgrad.data_parallel.collectives.base import require_collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Joining
-from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.hooks.base import Hook
 from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.reducing.statistics import Statistics
 from jdistgrad.data_parallel.steps.compiled import CompiledAverage, localized

@@ -11,7 +11,7 @@ from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, flatten, requ
 from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
 from jdistgrad.data_parallel.buckets.static_parts import static_parts
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
-from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.hooks.base import Hook
 from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
 from jdistgrad.data_parallel.reducing.statistics import Span
 from jdistgrad.errors import HookError, LeafError

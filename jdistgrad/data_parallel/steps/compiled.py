@@ -14,7 +14,7 @@ from jdistgrad.data_parallel.buckets.bucket import Bucket, divided, join_flat
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.hooks import average as plain_average, base as hooks
+from jdistgrad.data_parallel.hooks import base as hooks
 from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.steps.driver import Driver
 from jdistgrad.errors import CollectiveError, HookError, LeafError
@@ -32,7 +32,7 @@ class CompiledAverage:
 
     def __init__(self, collectives: Collectives, rules: Rules, driver: Driver | None):
         self._collectives, self._rules, self._driver = collectives, rules, driver
-        self._hook = rules.hook or plain_average()
+        self._hook = rules.hook or hooks.average()
 
     def initial_states(self, tree: Any) -> list[Any]:
         return [self._hook.init(bucket) for bucket in self._buckets(tree)]
@@ -129,7 +129,7 @@ def _averaged(
     summed = [all_.is_summed(gradient) for gradient in own]
     if any(summed):
         return _average_partly_summed(bucket, own, summed, hook, all_), state
-    chosen, before = (plain_average(), ()) if bucket.sparse or hook is None else (hook, state)
+    chosen, before = (hooks.average(), ()) if bucket.sparse or hook is None else (hook, state)
     shown = dataclasses.replace(bucket, flat=join_flat(own), divisor=all_.size)
     flat, after = hooks.reduce(chosen, shown, before, all_)
     return bucket.views(flat), state if bucket.sparse else after

@@ -15,8 +15,7 @@ from jdistgrad.data_parallel.buckets.leaves import describe, flatten, index_dime
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.collectives.survivors import able_to_go_on
-from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.hooks.base import require_states
+from jdistgrad.data_parallel.hooks.base import Hook, require_states
 from jdistgrad.data_parallel.reducing.agreement import Terms, bit_digests
 from jdistgrad.data_parallel.reducing.averaging import require_rows
 from jdistgrad.data_parallel.reducing.reducer import Reducer, UnfinishedError

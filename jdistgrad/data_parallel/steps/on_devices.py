@@ -32,7 +32,7 @@ from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.mpi_on_device import OnDevice
 from jdistgrad.data_parallel.collectives.roll_call import Act
 from jdistgrad.data_parallel.collectives.spanning import Program, at_home, in_one_order
-from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.hooks.base import Hook
 from jdistgrad.data_parallel.reducing.agreement import Settings
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.steps.compiled import average_buckets
