@@ -111,8 +111,13 @@ class Share(ServedFunction):
         assert scope is not None
         under_way = scope.content(UnderWay)
         run = Run(self, kept, brought, watched, timeout)
-        with serving(self.step, self.place), under_way.holding(run):
-            return run.run()
+        under_way.runs.add(run)
+        try:
+            with serving(self.step, self.place):
+                return run.run()
+        finally:
+            under_way.runs.discard(run)
+            under_way.done.add(self.step)
 
 
 class Run:

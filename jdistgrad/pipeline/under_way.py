@@ -4,10 +4,9 @@ And the averages of stages' gradients with the stages' replicas in other pipelin
 """
 
 import concurrent.futures
-import contextlib
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -52,15 +51,6 @@ class UnderWay:
         self.done: set[int] = set()  # the steps of which shares were carried out
         self.closed = Told()
         self._averages: dict[int, Averages] = {}  # by step
-
-    @contextlib.contextmanager
-    def holding(self, run: Any) -> Iterator[None]:
-        self.runs.add(run)
-        try:
-            yield
-        finally:
-            self.runs.discard(run)
-            self.done.add(run.step)
 
     def averages_of(self, step: int) -> "Averages":
         return self._averages.setdefault(step, Averages(self.closed))
