@@ -128,12 +128,9 @@ def moved(averages: Sequence[jax.Array], found: Sequence[jax.Array], momentum: f
 
 def normalized(x: jax.Array, moments: Any, parameters: Sequence[Any], epsilon: float, dtype: Any) -> jax.Array:
     """Return a normalized batch. Without a ``dtype`` it has flax's: that of the input and the parameters together."""
-    mean, variance, scale, bias = (_beside(x, one) for one in (*moments, *parameters))
+    shape = (1,) * (x.ndim - 1) + (-1,)  # JAX may be told not to add any dimensions
+    each: Any = (None if one is None else jnp.reshape(one, shape) for one in (*moments, *parameters))
+    mean, variance, scale, bias = each
     factor = jax.lax.rsqrt(variance + epsilon)
     y = (x - mean) * (factor if scale is None else factor * scale)
     return (y if bias is None else y + bias).astype(canonicalize_dtype(x, *parameters, dtype=dtype))
-
-
-def _beside(x: jax.Array, features: Any) -> Any:
-    """Return numbers of the features with the dimensions of a batch: JAX may be told not to add any."""
-    return None if features is None else jnp.reshape(features, (1,) * (x.ndim - 1) + (-1,))

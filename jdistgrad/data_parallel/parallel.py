@@ -24,8 +24,8 @@ from jdistgrad.data_parallel.collectives.base import require_collectives
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Joining
-from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.reducing.settings import Rules, paths_of
+from jdistgrad.data_parallel.hooks.base import Hook
+from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.reducing.statistics import Statistics
 from jdistgrad.data_parallel.steps.compiled import CompiledAverage, localized
 from jdistgrad.data_parallel.steps.driver import Driver, Join
@@ -35,6 +35,7 @@ from jdistgrad.data_parallel.steps.reduction import Reduction
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within
+from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.rref import RRef
 
 P = ParamSpec("P")
@@ -79,11 +80,9 @@ class DataParallel(Corrected):
         "module": "the model is a function; dp.value_and_grad(loss) takes its loss",
         "parameters": "parameters are a pytree of yours; dp.broadcast(params) makes them the same on all ranks",
         "register_comm_hook": "DataParallel(hook=...) takes a hook of jd.hooks",
-        "all_reduce": "its collectives have allreduce: dp.collectives.allreduce",
-        "all_gather": "its collectives have allgather: dp.collectives.allgather",
     } | {
-        name: f"its collectives have it: dp.collectives.{name}"
-        for name in ("allreduce", "allgather", "barrier", "rank")
+        name: f"its collectives have it: dp.collectives.{name.replace('_', '')}"
+        for name in ("all_reduce", "all_gather", "allreduce", "allgather", "barrier", "rank")
     }
 
     def __init__(
@@ -104,7 +103,7 @@ class DataParallel(Corrected):
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
             hook=hook,
-            sparse=paths_of(sparse),
+            sparse=sparse,
             check_finite=check_finite,
             check_parameters=check_parameters,
             timeout=timeout,
@@ -115,17 +114,13 @@ class DataParallel(Corrected):
         has_room = self.collectives.has_room or jax.default_backend() != "cpu"
         self.overlap = has_room if overlap is None else overlap
         self._syncing = True
-        self._driver = new_driver(self.collectives, rules) if isinstance(self.collectives, HostCollectives) else None
+        self._driver: Driver | None = None
         self._of_programs = self.collectives  # with this object's settings, for compiled steps
         if isinstance(self.collectives, HostCollectives):
+            self._driver = new_driver(self.collectives, rules)
             meets = check and self.collectives.meets_in_programs
             self._of_programs = self.collectives.adjusted(timeout=timeout, meets_in_programs=meets)
         self._compiled_average = CompiledAverage(self._of_programs, rules, self._driver)
-
-    def __repr__(self) -> str:
-        set_ = {"hook": self._rules.hook, "find_unused_parameters": self._rules.find_unused_parameters or None}
-        shown = "".join(f", {name}={value!r}" for name, value in set_.items() if value is not None)
-        return f"DataParallel({self.collectives!r}, bucket_cap_mb={self._rules.bucket_cap_mb or 25}{shown})"
 
     @property
     def size(self) -> int:
@@ -196,36 +191,27 @@ class DataParallel(Corrected):
         into segments, and buckets travel while later segments run. Every rank must call the returned function equally
         often. Functions among the leaves of arguments are passed on; in the gradients they are None.
         """
-        plain = self._step_of(loss_fn, argnums, has_aux=has_aux)
-        enclosing = self._step_of(on_opened(loss_fn), argnums, has_aux=has_aux)
+        plain, enclosing = (Programs(one, argnums, has_aux=has_aux) for one in (loss_fn, on_opened(loss_fn)))
 
         @functools.wraps(loss_fn)
         def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             if not has_functions((args, kwargs)):
-                return plain(*args, **kwargs)
+                return self._step(plain, args, kwargs)
             args, kwargs = enclosed((args, kwargs))
-            value, gradients = enclosing(*args, **kwargs)
+            value, gradients = self._step(enclosing, args, kwargs)
             return opened(value), removed(gradients)
 
         return step
 
-    def _step_of(
-        self, loss_fn: Callable[..., Any], argnums: int | Sequence[int], *, has_aux: bool
-    ) -> Callable[..., tuple[Any, Any]]:
-        programs = Programs(loss_fn, argnums, has_aux=has_aux)
-
-        def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            driver = self._driver_of((args, kwargs))
-            if driver is None:
-                own = localized(self.collectives, args, argnums)
-                value, gradients = jax.value_and_grad(loss_fn, argnums, has_aux)(*own, **kwargs)
-                self._rules.require_sparse_paths(gradients)
-                return value, self._average_inside(gradients, "step") if self._syncing else gradients
-            if not self._syncing:
-                return driver.local_step(programs, args, kwargs)
-            return driver.step(programs, args, kwargs, overlap=self.overlap)
-
-        return step
+    def _step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        driver = self._driver_of((args, kwargs))
+        if driver is None:
+            value, gradients = programs.differentiated(*localized(self.collectives, args, programs.argnums), **kwargs)
+            self._rules.require_sparse_paths(gradients)
+            return value, self._compiled_average.average(gradients, "step") if self._syncing else gradients
+        if not self._syncing:
+            return driver.local_step(programs, args, kwargs)
+        return driver.step(programs, args, kwargs, overlap=self.overlap)
 
     def jit(self, function: Callable[P, V], *, donate_argnums: int | Sequence[int] = ()) -> Callable[P, V]:
         """Return ``jax.jit`` of a function that may take steps of this object and use its collectives.
@@ -250,7 +236,7 @@ class DataParallel(Corrected):
         For gradients accumulated under ``no_sync``, or computed in another way; sparse gradients (BCOO) too.
         """
         driver = self._driver_of(gradients)
-        averages: Tree = driver.average(gradients) if driver else self._average_inside(gradients)
+        averages: Tree = (driver or self._compiled_average).average(gradients)
         return averages
 
     def mean(self, metrics: Tree) -> Tree:
@@ -354,11 +340,6 @@ class DataParallel(Corrected):
         if self._driver is None:
             raise CollectiveError(otherwise)
         return self._driver
-
-    def _average_inside(self, gradients: Any, what: str = "average") -> Any:
-        return self._compiled_average.average(
-            gradients, what, joining=self._driver is not None and self._driver.joining
-        )
 
 
 def _as_float(path: Any, number: Any) -> jax.Array:

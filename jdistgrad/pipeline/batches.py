@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.autograd.values.holes import can_be_traced
 from jdistgrad.data_parallel.reducing.averaging import host_device
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.references.rref import RRef
@@ -25,7 +24,7 @@ class Whole:
 
 def whole(value: Any) -> Whole:
     """Mark an argument of a pipeline's step, or a part of one, that is not split into microbatches."""
-    return Whole(jax.tree.map(lambda leaf: leaf.value if _is_whole(leaf) else leaf, value, is_leaf=_is_whole))
+    return Whole(value)
 
 
 def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int) -> list[int]:
@@ -59,13 +58,6 @@ def _rows_of(given: Any) -> int | None:
                 f"{_named(path)} is a reference, {leaf}, but a step splits arrays. Give it a copy of the value, "
                 "reference.to_here(), or make the value the parameters of a first stage, where it stays on its owner."
             )
-        for part in jax.tree.leaves(leaf.value) if isinstance(leaf, Whole) else (leaf,):
-            if not can_be_traced(part):  # JAX would say so on another worker, and advise what only it can do there
-                what = f"an array of {part.dtype}" if isinstance(part, np.ndarray) else f"{part!r:.60}"
-                raise TypeError(
-                    f"{_named(path)} is {what}, with which JAX cannot compute. Make it an array of numbers, "
-                    "numpy.asarray(x), or bind a setting to the function: functools.partial(function, mode='train')."
-                )
         if isinstance(leaf, Whole):
             continue
         if not np.shape(leaf):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,13 +9,12 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import opened_context
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.pipeline.batches import in_jax, joined, sizes_of
-from jdistgrad.pipeline.plans import as_stage, check_hash
+from jdistgrad.pipeline.plans import as_stage
 from jdistgrad.pipeline.program import Program
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought
 from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope
-from jdistgrad.rpc.functions import describe
 from jdistgrad.schedules.schedule import Kind, Schedule
 
 
@@ -61,7 +59,6 @@ class Pipeline:
             )
         if not (loss is None or callable(loss)):
             raise TypeError(f"loss= is {loss!r:.60}, expected a function of the last stage's outputs and the targets")
-        check_hash(loss, "the loss")
         if timeout is not None:
             checked_timeout(timeout)
         self.stages, self.schedule, self.loss = list(map(as_stage, stages)), schedule, loss
@@ -99,8 +96,6 @@ class Pipeline:
                 "a pipeline's step gathers its gradients in a context: put the step, and the optimizer's step, inside "
                 "`with jd.context() as ctx:`"
             )
-        if targets is None:
-            _refuse_missing_targets(self.loss)
         with opened_context() if current_scope() is None else contextlib.nullcontext():
             loss, auxiliary = self._run(self._program, batch, () if targets is None else (targets,))
         return in_jax(loss, auxiliary)
@@ -121,10 +116,6 @@ class Pipeline:
             raise ValueError("there is nothing to report: the pipeline has not finished a step")
         return self._report
 
-    def __repr__(self) -> str:
-        names = ", ".join(describe(one.function) for one in self.stages)
-        return f"<Pipeline of {names} on ranks {list(self._program.plan.ranks)}, {self.schedule!r}>"
-
     def __reduce__(self) -> Any:
         make = functools.partial(type(self), loss=self.loss, workers=self._workers, timeout=self._timeout)
         return make, (self.stages, self.schedule)
@@ -134,15 +125,6 @@ class Pipeline:
         sizes = sizes_of(batch, targets, program.plan.microbatches)
         done, self._report = program.run(Brought(batch, targets, sizes), self._timeout)
         return done.loss, done.results
-
-
-def _refuse_missing_targets(loss: Callable[..., Any]) -> None:
-    with contextlib.suppress(ValueError):  # a function that does not say what it takes
-        try:
-            inspect.signature(loss).bind(None)
-        except TypeError as error:
-            text = f"{describe(loss)} takes targets, but step(..., targets=) was not given any: {error}"
-            raise TypeError(text) from None
 
 
 def _refuse_traced(what: str) -> None:

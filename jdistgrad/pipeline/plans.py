@@ -75,7 +75,6 @@ def as_stage(given: Any) -> Stage:
             f"a stage is jd.pipeline.Stage(function, parameters), a pair of them, a RemoteFunction or a RemoteModule; "
             f"not {given!r:.80}"
         )
-    check_hash(given.function, "a stage's function")
     if not (given.average is None or isinstance(given.average, RRef)):
         raise TypeError(
             f"average of {describe(given.function)} is a {type(given.average).__name__}, expected a reference to a "
@@ -100,19 +99,7 @@ def is_reference(node: Any) -> bool:
 
 
 def _is_module(given: Any) -> bool:
-    """Return whether this is a function or module on another worker."""
     return all(hasattr(given, name) for name in ("apply", "parameters", "state"))
-
-
-def check_hash(function: Any, what: str) -> None:
-    """Refuse a function without a hash, by which what is compiled for it could be found."""
-    try:
-        hash(function)
-    except TypeError as error:
-        raise TypeError(
-            f"{describe(function)} cannot be {what}: what is compiled for it is found by its hash, but a "
-            f"{type(function).__name__} has none ({error}). Give the class __hash__ and __eq__, or use a function."
-        ) from None
 
 
 def averaging_of(stages: Sequence[Stage]) -> tuple[int, ...]:
@@ -132,7 +119,6 @@ def averaging_of(stages: Sequence[Stage]) -> tuple[int, ...]:
 
 
 def consumers_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Return the stages that take each stage's result."""
     stages = range(len(inputs))
     found = tuple(tuple(later for later in stages if stage in inputs[later]) for stage in stages)
     for stage in stages[:-1]:
@@ -144,7 +130,6 @@ def consumers_of(inputs: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]
 
 
 def ranks_of(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[AnyWorker] | None) -> tuple[int, ...]:
-    """Return the rank of each stage's worker."""
     find = current_worker().directory.find
     if workers is not None:
         if len(workers) != schedule.workers:

@@ -61,6 +61,7 @@ class Program:
         functions[-1] = StageFunction(stages[-1].function, stages[-1].remat, loss)
         self._kept: dict[tuple[str, int], dict[int, RRef[Any]]] = {}  # by the world and rank of who drives the steps
         self._parts: dict[int, Part] = {}
+        self._ranks = dict(zip(schedule.placement, ranks, strict=True))  # of the schedule's workers
         for index, row in enumerate(schedule.actions):
             here = [stage for stage, place in enumerate(schedule.placement) if place == index]
             if row:
@@ -72,14 +73,11 @@ class Program:
                     {stage: stages[stage].average for stage in here if stages[stage].average is not None},
                 )
 
-    def _rank(self, index: int) -> int:
-        return self.plan.ranks[self.schedule.placement.index(index)]
-
     @property
     def _own(self) -> int | None:
         """The index of a part that this worker carries out itself while it waits, if it has one."""
         here = current_worker().rank
-        return next((index for index in self._parts if self._rank(index) == here), None)
+        return next((index for index in self._parts if self._ranks[index] == here), None)
 
     def _kept_parts(self) -> dict[int, RRef[Any]]:
         """Return the parts on other workers: functions that came with each step would be compiled in each step.
@@ -91,7 +89,9 @@ class Program:
         missing = [index for index in self._parts if index != own and (index not in kept or index in failed)]
         if missing:
             with within(None):  # they outlive the context of the step that needs them first
-                kept |= {index: remote(self._rank(index), Keep(), (self._parts[index],), {}, None) for index in missing}
+                kept |= {
+                    index: remote(self._ranks[index], Keep(), (self._parts[index],), {}, None) for index in missing
+                }
         return kept.copy()
 
     def run(self, brought: Brought, timeout: float | None) -> tuple[Done, Report]:
@@ -108,7 +108,7 @@ class Program:
             kept = self._kept_parts()
             for index, part in kept.items():
                 arguments = part.id, brought.to(self._parts[index])
-                futures[index] = worker.rpc_async(self._rank(index), share, arguments, {}, limit)
+                futures[index] = worker.rpc_async(self._ranks[index], share, arguments, {}, limit)
             if own is not None:
                 mine = self._parts[own]
                 done[own] = share(mine, brought.to(mine), list(futures.values()), limit)
@@ -139,19 +139,19 @@ class Program:
         asked = dict[int, Future]()
         for index in futures:
             with contextlib.suppress(WorkerLostError):
-                asked[index] = worker.rpc_async(self._rank(index), doing, (step,), {}, ANSWER_SECONDS)
+                asked[index] = worker.rpc_async(self._ranks[index], doing, (step,), {}, ANSWER_SECONDS)
         for index in futures:
             failed = asked[index].exception() if index in asked else WorkerLostError("")
             if isinstance(failed, WorkerLostError):
                 found = f"lost, with stages {sorted(self._parts[index].functions)}"
             else:
                 found = asked[index].result() if failed is None else f"no answer within {ANSWER_SECONDS:g} s"
-            add_note(error, f"{worker.directory.workers[self._rank(index)]}: {found}.")
+            add_note(error, f"{worker.directory.workers[self._ranks[index]]}: {found}.")
 
     def _tell_replicas(self, worker: Worker, step: int) -> None:
         """Let the next step of replicas fail that have averaged with this one, which has failed since."""
         asked = list[Future]()
         for index in [index for index, part in self._parts.items() if part.averages]:
             with contextlib.suppress(DistgradError):  # of them, the step has its own error
-                asked.append(worker.rpc_async(self._rank(index), tell_replicas, (step,), {}, ANSWER_SECONDS))
+                asked.append(worker.rpc_async(self._ranks[index], tell_replicas, (step,), {}, ANSWER_SECONDS))
         concurrent.futures.wait(asked)

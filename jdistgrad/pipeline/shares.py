@@ -19,11 +19,12 @@ from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
 from jdistgrad.autograd.tape.tape import Place, next_message, serving
 from jdistgrad.autograd.values.holes import has_gradient
-from jdistgrad.errors import CallTimeoutError, WorkerLostError
+from jdistgrad.data_parallel.buckets.static_parts import enclosed
+from jdistgrad.errors import CallTimeoutError, ContextError, WorkerLostError
 from jdistgrad.pipeline.batches import split, weighted_sum
 from jdistgrad.pipeline.plans import Part, is_reference, references_of
-from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of, with_settings
-from jdistgrad.pipeline.under_way import Averages, Turns, UnderWay, Waits
+from jdistgrad.pipeline.stages import BATCH, Recording, Sum, is_fixed, plus, scalar_of
+from jdistgrad.pipeline.under_way import UnderWay, forget_done, wait_for_any
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.references.table import value_of
@@ -57,7 +58,6 @@ class Brought(NamedTuple):
     sizes: Sequence[int]
 
     def to(self, part: Part) -> "Brought":
-        """Return the arguments that a part takes."""
         takes_batch = any(BATCH in part.plan.inputs[stage] for stage in part.functions)
         return Brought(self.batch if takes_batch else (), self.targets if part.is_last else (), self.sizes)
 
@@ -111,8 +111,13 @@ class Share(ServedFunction):
         assert scope is not None
         under_way = scope.content(UnderWay)
         run = Run(self, kept, brought, watched, timeout)
-        with serving(self.step, self.place), under_way.holding(run):
-            return run.run()
+        under_way.runs.add(run)
+        try:
+            with serving(self.step, self.place):
+                return run.run()
+        finally:
+            under_way.runs.discard(run)
+            under_way.done.add(self.step)
 
 
 class Run:
@@ -129,15 +134,15 @@ class Run:
         self.step, self._place, self._part, self._plan = share.step, share.place, part, part.plan
         self._worker, scope = current_worker(), current_scope()
         assert scope is not None
-        self.waits = Waits(self._worker, watched, scope.content(UnderWay).closed)
+        self._watched, under_way = list(watched), scope.content(UnderWay)
+        self._closed, self._averages = under_way.closed, under_way.averages_of(self.step)
+        self._failed_elsewhere = False  # whether the error that was raised is that of a watched future
         self._timeout, self._begun = timeout, time.monotonic()
         self._inbox = scope.content(Inbox)
         self._parameters: dict[int, Any] = {}
         self._trainable: dict[int, tuple[bool, ...]] = {}  # which leaves of the parameters have gradients
         self._gradients: dict[int, list[int]] = {}  # how many of each reference
-        rank, turns = self._worker.rank, scope.content(Turns)
-        order = [stage for stage in self._plan.averaging if self._plan.ranks[stage] == rank]
-        self._averages = Averages(self._worker, turns, self.step, order)
+        self._averaging: dict[int, concurrent.futures.Future[list[Any]]] = {}  # averages, by stage
         self._brought = brought
         self._recordings: dict[tuple[int, int], Recording] = {}
         self._sums = {stage: Sum(self._plan.microbatches) for stage in part.functions}
@@ -153,14 +158,15 @@ class Run:
         try:
             return self._carry_out()
         except BaseException:
-            self._averages.abandon()
+            self._averages.abandon(self._part.averages)
             self._recordings, self._sums, self._results = {}, {}, []  # a user may keep the error, which holds this
             raise
 
     def _carry_out(self) -> Done:
+        order = [stage for stage in self._plan.averaging if self._plan.ranks[stage] == self._worker.rank]
         for stage, reference in self._part.averages.items() if self._plan.trains else ():
             with self._named(f"average= of stage {stage}"):
-                self._averages.find(stage, reference)
+                self._averages.find(self._worker, order, stage, reference)
         self._fetch_parameters()
         with self._named("the batch"):
             batch, targets, sizes = self._brought
@@ -168,7 +174,7 @@ class Run:
             self._weights = [size / sum(sizes) for size in sizes]
         self._carry_out_actions()
         self._due = self._ready = time.monotonic()
-        for stage, averaged in self._averages.begun.items():
+        for stage, averaged in self._averaging.items():
             with self._named(f"the average of the gradients of stage {stage}"):
                 self._until_done(averaged, f"the replicas of stage {stage}")
                 self._contribute(stage, averaged.result())
@@ -190,7 +196,7 @@ class Run:
             for action in self._part.actions:
                 self._action = action
                 self._due = self._ready = time.monotonic()
-                self.waits.check()
+                self._check()
                 kind, stage, microbatch = action
                 if kind is Kind.FORWARD:
                     self._forward(stage, microbatch)
@@ -209,7 +215,6 @@ class Run:
         self._action = None
 
     def doing(self) -> str:
-        """Say what the share has been doing, and for how long."""
         what, since = (f"waiting for {self._waits_for}", self._due) if self._waits_for else ("computing", self._ready)
         where = "" if self._action is None else f"{spelled(self._action)}: "
         return f"{where}{what} for {time.monotonic() - since:.1f} s"
@@ -234,7 +239,7 @@ class Run:
             with self._named(f"the parameters of stage {stage}"):
                 for future in mine:
                     self._until_done(future, f"the parameters of stage {stage}")
-                values = [with_settings(future.result()) for future in mine]
+                values = [enclosed(future.result(), is_fixed) for future in mine]
                 tree: Any = jax.tree.structure(self._part.parameters[stage], is_leaf=is_reference)
                 self._parameters[stage] = jax.tree.unflatten(tree, values)
                 # Found before compiling: inside compiled code a Python number would be an array too.
@@ -251,7 +256,7 @@ class Run:
             raise
 
     def _name(self, error: BaseException, what: str) -> None:
-        if not self.waits.failed_elsewhere:
+        if not self._failed_elsewhere:
             add_note(error, f"In {what}, on {self._worker.info}.")
         elif isinstance(error, CallTimeoutError | WorkerLostError):  # which name no action
             add_note(error, f"{self._worker.info}: {self.doing()}.")
@@ -306,14 +311,14 @@ class Run:
 
     def _pull_parameters(self, stage: int, microbatch: int) -> None:
         total = self._sums[stage]
-        total.add(microbatch, self._recordings.pop((stage, microbatch)).pull_parameters())
-        if total.complete and stage in self._averages:
-            self._averages.begin(stage, total.leaves)
-        elif total.complete:
+        if not total.add(microbatch, self._recordings.pop((stage, microbatch)).pull_parameters()):
+            return
+        if stage in self._part.averages:
+            self._averaging[stage] = self._averages.begin(stage, total.leaves)
+        else:
             self._contribute(stage, total.leaves)
 
     def _contribute(self, stage: int, gradients: list[Any]) -> None:
-        """Give the gradients of a stage to the owners of its parameters."""
         rest = iter(gradients)
         references = references_of(self._part.parameters[stage])
         for reference, count in zip(references, self._gradients[stage], strict=True):
@@ -338,14 +343,31 @@ class Run:
     def _take(self, what: int, source: int, target: int, microbatch: int) -> Any:
         self._waits_for = f"stage {source}"
         key = self.step, what, source, target, microbatch
-        found = self._inbox.take(key, self._worker.transport.look, self.waits.for_any)
+        found = self._inbox.take(key, self._worker.transport.look, self._wait_for_any)
         self._waits_for = ""
         return found
 
     def _until_done(self, future: concurrent.futures.Future[Any], what: str) -> None:
         self._waits_for = what
-        self.waits.until(future)
+        while not future.done():
+            self._wait_for_any((future, self._closed))
         self._waits_for = ""
+
+    def _wait_for_any(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
+        """Return when one of the futures is done, or after a while. Raise if the share is to end."""
+        wait_for_any(self._worker, (*futures, *self._watched))
+        self._check()
+
+    def _check(self) -> None:
+        """Raise if the step has failed elsewhere: a share may have all that its actions need, and much to do."""
+        if any(one.done() for one in self._watched):
+            try:
+                forget_done(self._watched)
+            except BaseException:
+                self._failed_elsewhere = True
+                raise
+        if self._closed.done():
+            raise ContextError("the context was closed while a step of a pipeline was under way")
 
 
 def spelled(action: Action) -> str:

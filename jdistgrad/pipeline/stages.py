@@ -13,6 +13,7 @@ import numpy as np
 from jdistgrad.autograd.callee.orders import explained
 from jdistgrad.autograd.callee.pullbacks import Outputs
 from jdistgrad.autograd.values.holes import can_be_traced, is_differentiable, strong
+from jdistgrad.data_parallel.buckets.static_parts import Enclosed, opened
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import once_for_all
@@ -53,57 +54,9 @@ class Stage:
     average: Any = None
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """A leaf that JAX cannot trace, or a flag, as a node without leaves. ``key`` tells it from others."""
-
-    key: tuple[Any, ...]
-    value: Any = dataclasses.field(compare=False)
-
-
-def with_settings(parameters: Any) -> Any:
-    """Return parameters with settings in place of functions, texts and flags: what parameters hold beside arrays.
-
-    They are a part of what is compiled, as arguments of calls are that are no arrays.
-
-    Raises:
-      TypeError: one of them has no hash, by which what is compiled for it could be found.
-    """
-    if not any(map(_is_fixed, jax.tree.leaves(parameters))):
-        return parameters
-
-    def setting(path: Any, leaf: Any) -> Any:
-        if not _is_fixed(leaf):
-            return leaf
-        # Equal values may be of different types. A partial function equals no other: one that comes with the parameters
-        # in every step is told by what it holds.
-        kind: Any = type(leaf)
-        content = fingerprint(leaf)
-        is_told = kind.__eq__ is object.__eq__ and isinstance(content, tuple) and len(content) > 2
-        key: tuple[Any, ...] = content if is_told else (kind, leaf)
-        try:
-            hash(key)
-        except TypeError:
-            where = f" at {jax.tree_util.keystr(path)}" if path else ""
-            text = f"the parameters hold {leaf!r:.60}{where}: expected arrays, numbers, and what has a hash"
-            raise TypeError(text) from None
-        return Setting(key, leaf)
-
-    return jax.tree_util.tree_map_with_path(setting, parameters)
-
-
-def _is_fixed(leaf: Any) -> bool:
+def is_fixed(leaf: Any) -> bool:
+    """Return whether a leaf of parameters is a function, a text or a flag: a part of what is compiled."""
     return isinstance(leaf, bool) or not can_be_traced(leaf)
-
-
-def without_settings(parameters: Any) -> Any:
-    """Return the parameters that ``with_settings`` was given."""
-
-    def is_setting(leaf: Any) -> bool:
-        return isinstance(leaf, Setting)
-
-    return jax.tree.map(lambda leaf: leaf.value if is_setting(leaf) else leaf, parameters, is_leaf=is_setting)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +70,7 @@ class StageFunction(ServedFunction):
     function: Callable[..., Any]
     remat: bool = False
     loss: Callable[..., Any] | None = None
-    _compiled: dict[Wanted, Callable[..., "Traced"]] = dataclasses.field(
+    _compiled: dict[Wanted, Callable[..., Any]] = dataclasses.field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     pure = True
@@ -125,8 +78,11 @@ class StageFunction(ServedFunction):
     def __reduce__(self) -> Any:
         return StageFunction, (self.function, self.remat, self.loss)
 
-    def compiled(self, wanted: Wanted) -> "Callable[..., Traced]":
-        """Return the stage's forward pass, compiled, with its pullback if anything is wanted."""
+    def compiled(self, wanted: Wanted) -> Callable[..., tuple[list[Any], Enclosed]]:
+        """Return the stage's forward pass, compiled, with its pullback if anything is wanted.
+
+        It returns the arrays that it has made, and a ``Known``.
+        """
         found = self._compiled.get(wanted)
         if found is None:
             made_of = self.function, self.remat, self.loss
@@ -144,7 +100,7 @@ class StageFunction(ServedFunction):
         return jax.tree.map(jnp.asarray, found)  # of a constant, JAX returns a Python number
 
     def _result(self, parameters: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
-        output = _in_arrays(self.function, self.function(without_settings(parameters), *inputs))
+        output = _in_arrays(self.function, self.function(opened(parameters), *inputs))
         if self.loss is None:
             return output
         found = _in_arrays(self.loss, self.loss(output, *targets))
@@ -153,8 +109,6 @@ class StageFunction(ServedFunction):
 
 
 def _in_arrays(function: Callable[..., Any], result: Any) -> Any:
-    """Return a result with its numbers as arrays."""
-
     def array(path: Any, leaf: Any) -> Any:
         if isinstance(leaf, jax.Array | np.ndarray | np.generic):
             return strong(leaf)
@@ -167,18 +121,13 @@ def _in_arrays(function: Callable[..., Any], result: Any) -> Any:
 
 
 def _check_loss(loss: Callable[..., Any], found: Any) -> None:
-    scalar, what = scalar_of(found), ""
+    scalar = scalar_of(found)
     kind = getattr(scalar, "dtype", None)
-    if isinstance(found, tuple) and len(found) != 2:
-        what = f"a tuple of {len(found)}"
-    elif kind is None:
-        what = type(scalar).__name__
-    elif np.shape(scalar) != () or not jnp.issubdtype(kind, np.floating):
-        what = f"{kind}{list(np.shape(scalar))}"
-    if what:
+    is_tuple = isinstance(found, tuple) and len(found) != 2
+    if is_tuple or kind is None or np.shape(scalar) or not jnp.issubdtype(kind, np.floating):
         raise DifferentiationError(
-            f"the loss {describe(loss)} returned {what}, expected a float scalar, or a pair of it and auxiliary data. "
-            "Take the mean of the microbatch's losses."
+            f"the loss {describe(loss)} returned {jax.tree.map(jax.typeof, found)}, expected a float scalar, or a pair "
+            "of it and auxiliary data. Take the mean of the microbatch's losses."
         )
 
 
@@ -197,24 +146,22 @@ class Known:
     inputs: tuple[int, ...]
     _halves: Segmented | None = None
 
-    def __post_init__(self) -> None:
-        self.result, self.pullback = self.tree.children()
-
     def halves(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Segmented:
-        """Return the pullback in two halves; the arguments show what its own are like."""
+        """Return the pullback in two halves: what the cotangents of inputs need; then the rest, for the parameters.
+
+        The arguments, which show what its own are like, are the leaves of the pullback, and the cotangents.
+        """
         if self._halves is None:
-            types = list(map(jax.typeof, (*residuals, *cotangents)))  # a Python number may be a residual
-            self._halves = _cut(self.pullback, len(residuals), types, self.weights, sum(self.inputs))
+
+            def pull(*arguments: Any) -> Any:
+                pullback = jax.tree.unflatten(self.tree.children()[1], arguments[: len(residuals)])
+                return pullback(list(arguments[len(residuals) :]))[0]
+
+            types = map(jax.typeof, (*residuals, *cotangents))  # a Python number may be a residual
+            end = self.weights + sum(self.inputs)
+            halves = [range(self.weights, end), range(self.weights)]
+            self._halves = Segmented(jax.make_jaxpr(pull)(*types), halves)
         return self._halves
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Traced:
-    """What a compiled forward pass returns."""
-
-    made: list[Any]
-    known: Known = dataclasses.field(metadata={"static": True})
 
 
 class Recording:
@@ -229,11 +176,12 @@ class Recording:
 
     def __init__(self, function: StageFunction, parts: tuple[Any, ...], wanted: Wanted, targets: tuple[Any, ...]):
         with explained(function):
-            traced = function.compiled(wanted)(parts, targets)
-        self._known = known = traced.known
-        found = [*jax.tree.leaves((parts, targets)), *traced.made]  # NumPy arrays may stay: compiled code takes them
-        leaves, count = [found[place] for place in known.sources], known.result.num_leaves
-        self.result, self._residuals = jax.tree.unflatten(known.result, leaves[:count]), leaves[count:]
+            made, enclosed = function.compiled(wanted)(parts, targets)
+        self._known = known = enclosed.value
+        found = [*jax.tree.leaves((parts, targets)), *made]  # NumPy arrays may stay: compiled code takes them
+        result = known.tree.children()[0]
+        leaves, count = [found[place] for place in known.sources], result.num_leaves
+        self.result, self._residuals = jax.tree.unflatten(result, leaves[:count]), leaves[count:]
         self._values: dict[Any, Any] = {}
 
     def pull_inputs(self, cotangents: list[Any]) -> list[list[Any]]:
@@ -254,10 +202,10 @@ class Recording:
 
 
 @functools.lru_cache(maxsize=SHARED)
-def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[..., Traced]:
+def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[..., Any]:
     function = StageFunction(*(one for one, _ in made_of))  # not the stage's, which holds what is compiled
 
-    def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Traced:
+    def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Any:
         # Weak types get lost on the way between processes, and a placement must not change what is computed.
         parts, targets = jax.tree.map(strong, (parts, targets))
         leaves, tree = jax.tree.flatten(parts)
@@ -283,21 +231,9 @@ def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[.
         else:
             _, result = primal(variables)
         outputs = Outputs.of((result, pullback), jax.tree.leaves((parts, targets)))
-        return Traced(outputs.made, Known(outputs.sources, outputs.tree, *counts))
+        return outputs.made, Enclosed(Known(outputs.sources, outputs.tree, *counts))
 
     return jax.jit(forward)
-
-
-def _cut(tree: Any, leaves: int, types: Sequence[Any], weights: int, inputs: int) -> Segmented:
-    """Return a pullback in two halves: what the cotangents of inputs need; then the rest, for the parameters.
-
-    Its arguments are the leaves of the pullback, which depend on the tree, followed by the cotangents.
-    """
-
-    def pull(*arguments: Any) -> Any:
-        return jax.tree.unflatten(tree, arguments[:leaves])(list(arguments[leaves:]))[0]
-
-    return Segmented(jax.make_jaxpr(pull)(*types), [range(weights, weights + inputs), range(weights)])
 
 
 def scalar_of(found: Any) -> Any:
@@ -320,16 +256,14 @@ class Sum:
         self._early: dict[int, list[Any]] = {}
         self._next, self._microbatches = 0, microbatches
 
-    @property
-    def complete(self) -> bool:
-        return self._next == self._microbatches
-
-    def add(self, microbatch: int, gradients: list[Any]) -> None:
+    def add(self, microbatch: int, gradients: list[Any]) -> bool:
+        """Add the gradients of a microbatch; return whether the sum is complete."""
         self._early[microbatch] = gradients
         while self._next in self._early:
             more = self._early.pop(self._next)
             self.leaves = added(self.leaves, more) if self._next else more
             self._next += 1
+        return self._next == self._microbatches
 
     def wait(self) -> None:
         """Return when what was added has been computed; raise if its computation has failed.

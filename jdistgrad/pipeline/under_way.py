@@ -4,15 +4,12 @@ And the averages of stages' gradients with the stages' replicas in other pipelin
 """
 
 import concurrent.futures
-import contextlib
-import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker
@@ -20,14 +17,6 @@ from jdistgrad.rpc.worker import Worker
 Told = concurrent.futures.Future[None]
 
 LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future tells
-
-
-class Running(Protocol):
-    """A share under way."""
-
-    step: int
-
-    def doing(self) -> str: ...
 
 
 def wait_for_any(worker: Worker, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
@@ -54,71 +43,30 @@ def forget_done(futures: list[concurrent.futures.Future[Any]]) -> None:
                     del error
 
 
-class Waits:
-    """The waits of a share, which end early if its context is closed or the step has failed elsewhere.
-
-    Arguments:
-      watched: the error of one of these futures ends the share.
-
-      closed: done as soon as the context is closed.
-
-    Attributes:
-      failed_elsewhere: whether the error that was raised is that of a watched future.
-    """
-
-    def __init__(self, worker: Worker, watched: Sequence[concurrent.futures.Future[Any]], closed: Told):
-        self._worker, self._watched, self._closed = worker, list(watched), closed
-        self.failed_elsewhere = False
-
-    def until(self, future: concurrent.futures.Future[Any]) -> None:
-        """Return when the future is done."""
-        while not future.done():
-            self.for_any((future, self._closed))
-
-    def for_any(self, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
-        """Return when one of the futures is done, or after a while."""
-        wait_for_any(self._worker, (*futures, *self._watched))
-        self.check()
-
-    def check(self) -> None:
-        """Raise if the step has failed elsewhere: a share may have all that its actions need, and much to do."""
-        if any(one.done() for one in self._watched):
-            try:
-                forget_done(self._watched)
-            except BaseException:
-                self.failed_elsewhere = True
-                raise
-        if self._closed.done():
-            raise ContextError("the context was closed while a step of a pipeline was under way")
-
-
 class UnderWay:
-    """The shares that this worker carries out in a context."""
+    """What this worker does in a context: shares of steps, and averages with replicas."""
 
     def __init__(self) -> None:
-        self.runs: set[Running] = set()
+        self.runs: set[Any] = set()  # of ``shares.Run``
         self.done: set[int] = set()  # the steps of which shares were carried out
         self.closed = Told()
+        self._averages: dict[int, Averages] = {}  # by step
 
-    @contextlib.contextmanager
-    def holding(self, run: Running) -> Iterator[None]:
-        self.runs.add(run)
-        try:
-            yield
-        finally:
-            self.runs.discard(run)
-            self.done.add(run.step)
+    def averages_of(self, step: int) -> "Averages":
+        return self._averages.setdefault(step, Averages(self.closed))
 
     def close(self) -> None:
-        if not self.closed.done():
-            self.closed.set_result(None)
+        self.closed.set_result(None)
+        for one in list(self._averages.values()):
+            one.abandon(one.order)
 
     def give_up(self, error: BaseException) -> None:
-        """Do nothing: what the shares wait for fails by itself."""
+        """End the averages. What the shares wait for fails by itself."""
+        for one in list(self._averages.values()):
+            one.abandon(one.order)
 
 
 def doing(step: int) -> str:
-    """Say what this worker does in a step of the current context."""
     scope = current_scope()
     if scope is None:
         return "nothing yet"
@@ -127,145 +75,105 @@ def doing(step: int) -> str:
     return "; ".join(run.doing() for run in found.runs.copy() if run.step == step) or idle
 
 
-# Replicas must hear of a failed step before the next average begins here: they would pair the two. Until then whoever
-# tells them holds the future; afterwards nobody needs it, nor what has waited for it, which holds the DataParallel.
-_telling: "weakref.WeakKeyDictionary[DataParallel, weakref.ref[Told]]" = weakref.WeakKeyDictionary()
-
-
-class Turns:
-    """Whose turn it is to average on this worker, in the steps of a context: a worker may carry out several shares.
-
-    Attributes:
-      closed: whether the context has been closed: a stage whose turn has not come averages no more.
-    """
-
-    def __init__(self) -> None:
-        self._over: dict[tuple[int, int], concurrent.futures.Future[None]] = {}
-        self._averaged: dict[int, list[DataParallel]] = {}  # by step
-        self._failed: set[int] = set()
-        self._lock = threading.Lock()
-        self.closed = False
-
-    def over(self, step: int, stage: int) -> concurrent.futures.Future[None]:
-        """Return a future that is done when the stage has averaged in this step, or never will."""
-        with self._lock:
-            found = self._over.setdefault((step, stage), concurrent.futures.Future())
-            if self.closed and not found.done():
-                found.set_result(None)
-            return found
-
-    def end(self, step: int, stage: int) -> None:
-        found = self.over(step, stage)
-        with self._lock:
-            if not found.done():
-                found.set_result(None)
-
-    def averaged(self, step: int, by: DataParallel) -> None:
-        """Note that a stage has averaged in a step, which may have failed meanwhile."""
-        with self._lock:
-            self._averaged.setdefault(step, []).append(by)
-            has_failed = step in self._failed
-        if has_failed:
-            self.fail(step)
-
-    def fail(self, step: int) -> None:
-        """Let the replicas' next step fail: they have averaged with a step that has failed since, and do not know."""
-        with self._lock:
-            self._failed.add(step)
-            averaged = self._averaged.pop(step, [])
-        for one in averaged:
-            one.abandon()
-
-    def close(self) -> None:
-        with self._lock:
-            self.closed = True
-            left = list(self._over)
-        for step, stage in left:
-            self.end(step, stage)
-
-    def give_up(self, error: BaseException) -> None:
-        """Do nothing: the shares fail by themselves."""
-
-
 def tell_replicas(step: int) -> None:
     """Let the next step of this worker's replicas fail, as far as they have averaged with this one."""
     scope = current_scope()
     if scope is not None:
-        scope.content(Turns).fail(step)
+        scope.content(UnderWay).averages_of(step).fail()
+
+
+# When the step before has ended in which each of these was used. Its replicas must hear that it has failed before the
+# next average begins here: they would pair the two.
+_latest: "weakref.WeakKeyDictionary[DataParallel, Told]" = weakref.WeakKeyDictionary()
 
 
 class Averages:
-    """The averages of a share, each in its turn: replicas have them in the same order.
+    """The averages of stages in a step, of all shares of this worker: replicas have them in the same order.
+
+    A thread goes from stage to stage, and waits for the gradients of each.
 
     Arguments:
-      step: the id of the step.
-      order: the stages of this worker that average, of all its shares, in the order in which they do.
+      closed: done as soon as the context is closed: a stage whose turn has not come averages no more.
 
     Attributes:
-      begun: by stage, the averages that have begun.
+      order: all stages of this worker that average, in the order of their turns.
     """
 
-    def __init__(self, worker: Worker, turns: Turns, step: int, order: Sequence[int]):
-        self._worker, self._turns, self._step, self._order = worker, turns, step, list(order)
-        self._of_stages: dict[int, DataParallel] = {}
-        self.begun: dict[int, concurrent.futures.Future[list[Any]]] = {}
+    def __init__(self, closed: Told):
+        self._closed, self._ended = closed, Told()
+        self.order: list[int] = []
+        self._by: dict[int, tuple[DataParallel, Told]] = {}  # and what ends before it may be used, by stage
+        self._given: dict[int, concurrent.futures.Future[Any]] = {}  # gradients and a promise, or None: there are none
+        self._averaged: list[DataParallel] = []
+        self._failed = False
+        self._lock = threading.Lock()
 
-    def __contains__(self, stage: int) -> bool:
-        return stage in self._of_stages
-
-    def find(self, stage: int, reference: RRef[Any]) -> None:
+    def find(self, worker: Worker, order: list[int], stage: int, reference: RRef[Any]) -> None:
+        """Find the ``DataParallel`` of a stage. ``order``: all stages of this worker that average in this step."""
         found = reference.local_value()
         if not isinstance(found, DataParallel):
             raise TypeError(f"a reference to a {type(found).__name__}, expected one to a DataParallel")
-        self._of_stages[stage] = found
+        with self._lock:
+            begins, self.order = not self.order, order
+            before = _latest.get(found, self._ended)
+            self._by[stage], _latest[found] = (found, before), self._ended
+        if begins:
+            worker.run(self._run)
+        if self._closed.done():
+            self.abandon(order)
 
-    def begin(self, stage: int, gradients: list[Any]) -> None:
-        """Average a stage's gradients on another thread."""
-        promise = self.begun[stage] = concurrent.futures.Future[list[Any]]()
+    def begin(self, stage: int, gradients: list[Any]) -> concurrent.futures.Future[list[Any]]:
+        promise = concurrent.futures.Future[list[Any]]()
+        self._give(stage, (gradients, promise))
+        return promise
 
-        def average() -> None:
-            try:
-                if self._turns.closed:
-                    self._of_stages[stage].abandon()
-                    raise ContextError("the context was closed before the stage's turn to average came")
-                averages = self._of_stages[stage].average(gradients)
-                self._turns.averaged(self._step, self._of_stages[stage])
-                promise.set_result(averages)
-            except BaseException as error:
-                promise.set_exception(error)
-            finally:
-                self._turns.end(self._step, stage)
-
-        self._run_after(self._before(stage), average)
-
-    def abandon(self) -> None:
+    def abandon(self, stages: Iterable[int]) -> None:
         """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
-        left = [stage for stage in self._order if stage in self._of_stages and stage not in self.begun]
-        told = {stage: Told() for stage in left}
+        for stage in stages:
+            self._give(stage, None)
 
-        def abandon(stage: int) -> None:
-            try:
-                self._of_stages[stage].abandon()
-            finally:
-                told[stage].set_result(None)
-                self._turns.end(self._step, stage)
+    def fail(self) -> None:
+        """Let the replicas' next step fail: they have averaged with a step that has failed since, and do not know."""
+        with self._lock:
+            self._failed, averaged = True, self._averaged
+            self._averaged = []
+        for one in averaged:
+            one.abandon()
 
-        before = {stage: self._before(stage) for stage in left}
-        _telling.update({self._of_stages[stage]: weakref.ref(told[stage]) for stage in left})
-        for place, stage in enumerate(left):
-            earlier = [told[one] for one in left[:place][-1:]]
-            self._run_after([*before[stage], *earlier], functools.partial(abandon, stage))
+    def _give(self, stage: int, given: Any) -> None:
+        future = self._future_of(stage)
+        with self._lock:
+            if not future.done():
+                future.set_result(given)
 
-    def _run_after(self, before: Sequence[concurrent.futures.Future[Any]], task: Callable[[], None]) -> None:
-        """Run a task on another thread as soon as these are done. Until then it has none, of which there may be few."""
-        left = [one for one in before if not one.done()]
-        if left:
-            left[0].add_done_callback(lambda _: self._run_after(left[1:], task))
-        else:
-            self._worker.run(task)
+    def _future_of(self, stage: int) -> concurrent.futures.Future[Any]:
+        with self._lock:
+            return self._given.setdefault(stage, concurrent.futures.Future())
 
-    def _before(self, stage: int) -> list[concurrent.futures.Future[Any]]:
-        """Return what ends before a stage may average: the turn of the one before, and word of failed steps."""
-        place, told = self._order.index(stage), _telling.get(self._of_stages[stage], lambda: None)()
-        earlier = [self._turns.over(self._step, one) for one in self._order[:place][-1:]]
-        return earlier if told is None else [*earlier, told]
+    def _run(self) -> None:
+        try:
+            for stage in self.order:
+                given = self._future_of(stage).result()
+                if stage in self._by:  # else its share has not come so far
+                    self._average(*self._by[stage], given)
+        finally:
+            self._given.clear()
+            self._ended.set_result(None)
+
+    def _average(self, by: DataParallel, before: Told, given: Any) -> None:
+        if before is not self._ended:
+            before.result()
+        if given is None or self._closed.done():
+            by.abandon()
+            return
+        gradients, promise = given
+        try:
+            averages = by.average(gradients)
+        except BaseException as error:
+            promise.set_exception(error)
+            return
+        with self._lock:
+            self._averaged.append(by)
+        if self._failed:
+            self.fail()
+        promise.set_result(averages)

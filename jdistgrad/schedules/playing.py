@@ -6,8 +6,7 @@ So it shows whether the schedule can be carried out: each action once, and no wo
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 from jdistgrad.errors import ScheduleError
 from jdistgrad.schedules.schedule import Action, Costs, Kind, Schedule
@@ -22,22 +21,6 @@ FORWARD, BACKWARD, INPUT, WEIGHT = Kind
 GIVES = {FORWARD: FORWARD, BACKWARD: INPUT, INPUT: INPUT, WEIGHT: WEIGHT}  # others wait for B as they wait for I
 
 
-class _Step(NamedTuple):
-    """What is known of the actions of one kind on one stage. Its lists and dicts are shared with other steps.
-
-    Arguments:
-      needs: of each result that an action needs: when it ends, by microbatch; its time under way; who waits for it.
-      duration: of an action.
-      ends: when the result of an action ends, by microbatch.
-      waiting: by microbatch, the workers that wait for the result.
-    """
-
-    needs: list[tuple[list[float], float, dict[int, list[int]]]]
-    duration: float
-    ends: list[float]
-    waiting: dict[int, list[int]]
-
-
 def play(
     schedule: Schedule, sources: Sequence[Sequence[int]], costs: Costs
 ) -> tuple[list[list[Span]], dict[int, Result]]:
@@ -45,69 +28,44 @@ def play(
 
     ``sources`` are the stages that each stage takes inputs from.
     """
-    waiting: dict[Kind, list[dict[int, list[int]]]] = {kind: [{} for _ in schedule.placement] for kind in GIVES}
-    steps = _steps(schedule, sources, costs, waiting)
+    seconds, place, stages = costs.of_stages(schedule.stages), schedule.placement, range(schedule.stages)
+    ends = {kind: [[NEVER] * schedule.microbatches for _ in stages] for kind in Kind}  # of results
+
+    def needs(here: int, kind: Kind, others: Iterable[int]) -> list[tuple[list[float], float, Kind, int]]:
+        """Return when results of other stages end, and how long each is under way to a stage."""
+        return [(ends[kind][one], costs.message * (place[here] != place[one]), kind, one) for one in others]
+
+    forward = [needs(stage, FORWARD, sources[stage]) for stage in stages]
+    consumers = [[later for later in stages if stage in sources[later]] for stage in stages]
+    backward = [needs(stage, FORWARD, [stage]) + needs(stage, INPUT, consumers[stage]) for stage in stages]
+    weight = [needs(stage, INPUT, [stage]) for stage in stages]
+    needs_of = {FORWARD: forward, BACKWARD: backward, INPUT: backward, WEIGHT: weight}
+
+    waiting: dict[Result, list[int]] = {}
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     ready = list(range(schedule.workers))
     while ready:
         worker = ready.pop()
-        ready += _go_on(worker, schedule.actions[worker], spans[worker], steps)
-    left = ((kind, stage, queues) for kind, each in waiting.items() for stage, queues in enumerate(each))
-    return spans, {
-        one: (kind, stage, k) for kind, stage, queues in left for k, queue in queues.items() for one in queue
-    }
-
-
-def _steps(
-    schedule: Schedule,
-    sources: Sequence[Sequence[int]],
-    costs: Costs,
-    waiting: dict[Kind, list[dict[int, list[int]]]],
-) -> dict[Kind, list[_Step]]:
-    """Return the steps by kind and stage. All that can be looked up is, once: schedules have thousands of actions."""
-    place, seconds, stages = schedule.placement, costs.of_stages(schedule.stages), range(len(sources))
-    backward = [
-        [(FORWARD, stage), *((INPUT, target) for target in stages if stage in sources[target])] for stage in stages
-    ]
-    needs_of = {  # the kinds and stages of the results that an action needs, by its kind and stage
-        FORWARD: [[(FORWARD, source) for source in sources[stage]] for stage in stages],
-        BACKWARD: backward,
-        INPUT: backward,
-        WEIGHT: [[(INPUT, stage)] for stage in stages],
-    }
-    ends = {kind: [[NEVER] * schedule.microbatches for _ in place] for kind in GIVES}
-    return {
-        kind: [
-            _Step(
-                [(ends[of][k], costs.message * (place[stage] != place[k]), waiting[of][k]) for of, k in needs],
-                seconds[kind][stage],
-                ends[GIVES[kind]][stage],
-                waiting[GIVES[kind]][stage],
-            )
-            for stage, needs in enumerate(each)
-        ]
-        for kind, each in needs_of.items()
-    }
-
-
-def _go_on(worker: int, row: Sequence[Action], done: list[Span], steps: dict[Kind, list[_Step]]) -> list[int]:
-    """Let a worker go on until it must wait; return the workers that can go on now."""
-    woken: list[int] = []
-    free = done[-1][1] if done else 0.0
-    for kind, stage, batch in row[len(done) :]:
-        needs, duration, mine, wake = steps[kind][stage]
-        start = free
-        for there, under_way, queue in needs:
-            when = there[batch] + under_way
-            if when == NEVER:
-                queue.setdefault(batch, []).append(worker)
-                return woken
-            if when > start:
-                start = when
-        mine[batch] = free = start + duration
-        done.append((start, free))
-        woken += wake.pop(batch, ())
-    return woken
+        done = spans[worker]
+        free = done[-1][1] if done else 0.0
+        for kind, stage, batch in schedule.actions[worker][len(done) :]:  # until it must wait
+            start, lacking = free, None
+            for there, delay, given, other in needs_of[kind][stage]:
+                when = there[batch] + delay
+                if when == NEVER:
+                    lacking = given, other, batch
+                    break
+                if when > start:
+                    start = when
+            if lacking is not None:
+                waiting.setdefault(lacking, []).append(worker)
+                break
+            result = GIVES[kind], stage, batch
+            ends[result[0]][stage][batch] = free = start + seconds[kind][stage]
+            done.append((start, free))
+            if result in waiting:
+                ready += waiting.pop(result)
+    return spans, {worker: result for result, workers in waiting.items() for worker in workers}
 
 
 def check(schedule: Schedule, inputs: Inputs | None = None) -> None:
@@ -150,7 +108,6 @@ def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    """Check that each stage has each microbatch once."""
     batches = schedule.microbatches
     found: dict[Kind, set[int]] = {kind: set() for kind in Kind}  # numbers: so many pairs would call the collector
     for row in schedule.actions:

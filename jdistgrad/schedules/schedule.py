@@ -141,7 +141,6 @@ OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
 def _actions_of(line: str, worker: int) -> Iterator[Action]:
-    """Yield the actions of a worker's line."""
     for column, cell in enumerate(line.split(",")):
         word = cell.strip(' \t"')
         overlapped = OVERLAP.fullmatch(word)

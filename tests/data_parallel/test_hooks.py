@@ -116,12 +116,11 @@ def test_hooks_do_not_see_tables_of_rows_in_any_step(big_world, rank, size):
     assert [[slot.path for slot in bucket.slots] for bucket in seen] == [["['w']"]] * 2
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["called", "jit"])
 @on_every_worker
-def test_the_first_steps_are_plain_averages(big_world, jitted, rank, size):
+def test_the_first_steps_are_plain_averages(big_world, rank, size):
     tx = average_gradients(hook=hooks.powersgd(rank=1, start=2, min_rate=0.1))
     every = np.random.default_rng(0).normal(size=(size, 4, 4)).astype("float32")
-    state, update = tx.init({"w": every[rank]}), jax.jit(tx.update) if jitted else tx.update
+    state, update = tx.init({"w": every[rank]}), jax.jit(tx.update)
     errors = []
     for _ in range(3):
         found, state = update({"w": jnp.asarray(every[rank])}, state)
@@ -129,19 +128,18 @@ def test_the_first_steps_are_plain_averages(big_world, jitted, rank, size):
     assert [error < 1e-5 for error in errors] == [True, True, False]
 
 
-@pytest.mark.parametrize("jitted", [False, True], ids=["called", "jit"])
 @on_every_worker
-def test_low_rank_gradients_after_a_step_without_any(big_world, jitted, rank, size):
+def test_low_rank_gradients_after_a_step_without_any(big_world, rank, size):
     tx = average_gradients(hook=hooks.powersgd(rank=1, start=0, min_rate=0.1))
     mine = {"w": jnp.ones((4, 4)).at[0].set(0) * (rank + 1)}
-    state, update = tx.init(mine), jax.jit(tx.update) if jitted else tx.update
-    found, state = update(jax.tree.map(jnp.zeros_like, mine), state)
+    state = tx.init(mine)
+    found, state = tx.update(jax.tree.map(jnp.zeros_like, mine), state)
     np.testing.assert_array_equal(found["w"], np.zeros((4, 4)))
-    found, state = update(mine, state)
+    found, state = tx.update(mine, state)
     assert_close(found["w"], np.asarray(mine["w"]) * (size + 1) / 2 / (rank + 1))
 
 
-@pytest.mark.parametrize("factor", [None, 1, 2.5])
+@pytest.mark.parametrize("factor", [1, 2.5])
 @on_every_worker
 def test_an_average_may_divide_before_and_after_the_sum(big_world, factor, rank, size):
     least = np.float16(6e-8)  # any division makes this number 0
@@ -152,24 +150,17 @@ def test_an_average_may_divide_before_and_after_the_sum(big_world, factor, rank,
         np.testing.assert_array_equal(found["least"], least if factor == 1 else 0)
 
 
-def test_factors_that_make_no_sense():
-    for factor in (0, -1.0):
-        with pytest.raises(ValueError, match="predivide_factor must be above zero"):
-            hooks.average(factor)
-
-
 @pytest.mark.parametrize("jitted", [False, True], ids=["called", "jit"])
 @on_every_worker
 def test_gradients_in_other_dtypes_than_the_parameters(world, jitted, rank, size):
     params = {"a": jnp.ones((4, 3)), "b": jnp.ones(3, jnp.bfloat16)}
     for like in (params, jax.tree.map(jnp.float32, params)):  # in two buckets, and in one
         other = {"a": jnp.ones((4, 3)), "b": jnp.ones(3, jnp.float32 if like is params else jnp.bfloat16)}
-        for hook in (None, hooks.bfloat16()):
-            tx = average_gradients(hook=hook)
-            state = tx.init(like)
-            found, after = (jax.jit(tx.update) if jitted else tx.update)(other, state)
-            assert_close(found, other)
-            assert jax.tree.structure(after) == jax.tree.structure(state)
+        tx = average_gradients(hook=hooks.bfloat16())
+        state = tx.init(like)
+        found, after = (jax.jit(tx.update) if jitted else tx.update)(other, state)
+        assert_close(found, other)
+        assert jax.tree.structure(after) == jax.tree.structure(state)
         tx = average_gradients(hook=hooks.int8(block=4))
         with pytest.raises(HookError):
             (jax.jit(tx.update) if jitted else tx.update)(other, tx.init(like))

@@ -35,21 +35,6 @@ def test_ranks_that_divide_differently_are_told_so(big_world, odd, rank, size):
     assert steps == []
 
 
-@pytest.mark.parametrize("inside", [0, 1, 2])
-@on_every_worker
-def test_a_rank_alone_in_a_join_block_is_told_so(big_world, inside, rank, size):
-    # The error comes before the rank's first step, not when it waits for the others at the end of its block.
-    dp, steps = DataParallel(timeout=20), []
-
-    def train():
-        with dp.join() if rank == inside else contextlib.nullcontext():
-            steps.append(dp.average(mine(rank)))
-
-    with pytest.raises(DisagreementError):
-        train()
-    assert steps == []
-
-
 @on_every_worker
 def test_blocks_follow_each_other_with_different_divisors(big_world, rank, size):
     # The second block is inside the first: the end of the second must not end the first.

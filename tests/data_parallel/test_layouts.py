@@ -52,15 +52,6 @@ def test_averages(big_world, settings, rank, size):
 
 
 @on_every_worker
-def test_averages_written_over_gradients(big_world, rank, size):
-    mine = [table(rank, rank), jnp.full(3, 1.0 + rank)]
-    reduction = DataParallel().reduction(mine)
-    reduction.ready(1, mine[1])
-    reduction.ready(0, mine[0])
-    np.testing.assert_allclose(reduction.finish()[0], plain((size - 1) / 2), rtol=1e-6)
-
-
-@on_every_worker
 def test_models(big_world, rank, size):
     dp = DataParallel()
     dp.verify([table(rank)])

@@ -12,7 +12,6 @@ from jdistgrad.data_parallel.buckets.planning import MIB, limits_of, plan_bucket
 from jdistgrad.data_parallel.reducing.agreement import Terms
 from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.steps import program as trace
-from jdistgrad.data_parallel.steps.reduction import Launching
 
 
 def leaf(size, dtype="float32"):
@@ -86,12 +85,6 @@ def test_the_first_bucket_is_small_only_while_the_cap_is_left_alone():
     assert limits_of(np.int32(4096)) == (4096 * MIB,)
 
 
-@pytest.mark.parametrize("cap", [0, -1, float("nan")])
-def test_a_cap_that_is_no_size_is_refused(cap):
-    with pytest.raises(ValueError, match="bucket_cap_mb must be above zero"):
-        limits_of(cap)
-
-
 def test_bad_limits_and_orders_are_refused():
     with pytest.raises(ValueError, match=r"limits are numbers of bytes above zero.*\[0\]"):
         plan_buckets([leaf(4)], [0])
@@ -154,11 +147,3 @@ def test_what_the_loss_depends_on_is_known_before_the_first_step():
 
     parameters = {"a": jnp.ones(3), "b": jnp.ones(3), "c": jnp.ones(()), "d": jnp.ones(2)}
     assert trace.trace(loss, 0, (parameters, jnp.ones(3)), {}, has_aux=False).used == (True, False, True, False)
-
-
-def test_buckets_are_launched_in_order_whatever_comes_first():
-    leaves = [Leaf(str(k), (1,), np.dtype("float32")) for k in range(5)]
-    launching = Launching(lay_out(leaves, [[0, 1], [2], [3, 4]]))
-    came = [list(launching.ready(k)) for k in (4, 2, 0, 3, 1)]
-    assert came == [[], [], [], [], [0, 1, 2]]
-    assert launching.missing() == []

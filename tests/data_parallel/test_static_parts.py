@@ -31,42 +31,25 @@ class Options:
     unset: int = dataclasses.field(init=False)
 
 
-@dataclasses.dataclass(eq=False)
-class Itself:
-    other: object = None
-
-
 def spelled(part):
     return static_parts(jax.tree.structure({"a": [Layer(1.0, part), 2.0]}))
 
 
 EQUAL = [
-    (0.5, np.float64(0.5)),
-    (1, 1.0),
-    (True, np.True_),
-    (0.0, -0.0),
-    (2 + 0j, 2),
     ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     ({"x", "y", "z"}, {"z", "y", "x"}),
     (Options(0.5, "node0"), Options(0.5, "node1")),
     (threading.Lock(), threading.Lock()),
-    (Itself(1), Itself(2)),
     (np.dtype("float32"), np.dtype(np.float32)),
 ]
 
 DIFFERENT = [
     (0.5, 0.25),
     (1, "1"),
-    (None, 0),
-    (float("inf"), float("nan")),
     ("relu", b"relu"),
     (jax.nn.relu, jnp.tanh),
     (jnp.add, jnp.maximum),
-    (str.upper, str.lower),
-    (
-        functools.partial(jax.nn.leaky_relu, negative_slope=0.1),
-        functools.partial(jax.nn.leaky_relu, negative_slope=0.2),
-    ),
+    (functools.partial(jax.nn.celu, alpha=0.1), functools.partial(jax.nn.celu, alpha=0.2)),
     (Kind.FIRST, Kind.SECOND),
     ((1, (2, 3)), (1, (2, 4))),
     (Options(0.5), Options(0.75)),

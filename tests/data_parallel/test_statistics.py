@@ -14,8 +14,8 @@ from helpers.worlds import on_all, on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.reducing.settings import Rules
-from jdistgrad.data_parallel.reducing.statistics import Clock, Span, Statistics, after_step
+from jdistgrad.data_parallel.reducing.settings import Handling, Rules
+from jdistgrad.data_parallel.reducing.statistics import Span, Statistics, after_step
 
 PATIENCE = 20  # seconds until a test fails; nothing waits that long otherwise
 
@@ -44,7 +44,7 @@ def test_statistics(big_world, rank, size):
 @pytest.mark.host_memory
 def test_buckets_are_reduced_while_the_backward_pass_runs(big_world):
     # Each reduction waits for the next piece of the backward pass to begin, and that piece for the reduction to begin.
-    layers = 8
+    layers = 4
 
     def body(rank, size):
         computing = [threading.Event() for _ in range(layers + 1)]
@@ -99,6 +99,7 @@ def test_averages_without_a_leaf_take_no_time(world, rank, size):
 
 
 def test_times_of_a_step_by_its_clock():
-    clock = Clock(started=10.0, spans=[Span(0, 11.0, 11.5, 13.0), Span(1, 14.0, 14.5, 16.0), Span(2, 15.0, 16.0, 17.0)])
-    told = after_step(Statistics(), Rules().plan(Rules().terms([]), None), clock, [], 0, 1)
+    spans = [Span(0, 11.0, 11.5, 13.0), Span(1, 14.0, 14.5, 16.0), Span(2, 15.0, 16.0, 17.0)]
+    step = Handling(1, None, {}, started=10.0, spans=spans)
+    told = after_step(Statistics(), Rules().plan(Rules().terms([]), None), step, [], 0, 1)
     assert (told.compute, told.communication, told.overlap, told.waiting) == (5.0, 4.0, 2.0, 2.0)

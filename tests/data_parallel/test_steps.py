@@ -11,12 +11,10 @@ from helpers.data import assert_close
 from helpers.models import SMALL, batch, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
-from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one piece"])
-@pytest.mark.parametrize("cap", [None, SMALL], ids=["one bucket", "small buckets"])
+@pytest.mark.parametrize(("cap", "overlap"), [(None, False), (SMALL, True)], ids=["one piece", "overlap"])
 @on_every_worker
 def test_gradients_are_those_of_the_whole_batch(world, cap, overlap, rank, size):
     dp = DataParallel(bucket_cap_mb=cap, overlap=overlap)
@@ -27,17 +25,6 @@ def test_gradients_are_those_of_the_whole_batch(world, cap, overlap, rank, size)
     assert_close(gradients, expected)
     np.testing.assert_allclose(value, loss(params, batch(rank)), rtol=1e-5)
     dp.verify(gradients)
-
-
-@on_every_worker
-def test_the_same_numbers_with_and_without_overlap(big_world, rank, size):
-    found = []
-    for settings in ({"overlap": True}, {"overlap": False}, {"hook": hooks.average()}):
-        dp = DataParallel(bucket_cap_mb=SMALL, **settings)
-        found.append(dp.value_and_grad(loss)(parameters(), batch(rank)))
-    assert_close(found[0], found[1], rtol=1e-7, atol=1e-7)
-    assert_close(found[0], found[2], rtol=1e-6, atol=1e-6)
-    assert len(dp.statistics().bucket_sizes) == 3
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "one piece"])
@@ -126,7 +113,7 @@ def test_sums_are_right_when_gradients_come_in_different_orders(world, rank, siz
     # The leaves have equal shapes, so only the numbers would show that different leaves were summed.
     dp = DataParallel(bucket_cap_mb=SMALL / 100)
     like, chance = [jnp.zeros(3)] * 4, random.Random(rank)
-    for step in range(200):
+    for step in range(80):
         reduction = dp.reduction(like)
         for leaf in chance.sample(range(4), 4):
             reduction.ready(leaf, jnp.full(3, 1000.0 * leaf + step + rank) + 0)
@@ -141,12 +128,12 @@ def test_batches_of_different_sizes(big_world, rank, size):
     # Each shape needs its own program. The ranks agree only on the tree of parameters, which is the same.
     dp = DataParallel()
     step = dp.value_and_grad(loss)
-    for rows in ((4, 4, 2), (4, 4, 4), (1, 4, 2)):
+    for rows in ((4, 4, 2), (1, 4, 4)):
         whole = [batch(r, rows[r]) for r in range(size)]
         expected = serial(loss, parameters(), whole)[1]
         assert_close(step(parameters(), whole[rank])[1], expected)
         assert_close(jax.jit(step)(parameters(), whole[rank])[1], expected)
-    assert dp.statistics().steps == 3
+    assert dp.statistics().steps == 2
 
 
 @on_every_worker
@@ -166,6 +153,7 @@ def test_a_leaf_used_twice_and_branches_on_values(big_world, rank, size):
 def test_keys_of_random_generators_are_broadcast_and_verified(world, rank, size):
     dp = DataParallel()
     key = dp.broadcast({"dropout": jax.random.key(rank + 7)}, root=size - 1)["dropout"]
-    assert key == jax.random.key(size + 6)
-    assert jax.jit(dp.broadcast)(jax.random.key(rank)) == jax.random.key(0)
+    compiled = jax.jit(dp.broadcast)(jax.random.key(rank))
+    for found, seed in ((key, size + 6), (compiled, 0)):
+        np.testing.assert_array_equal(*map(jax.random.key_data, (found, jax.random.key(seed))))
     dp.verify({"dropout": key})

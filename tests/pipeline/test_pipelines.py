@@ -126,7 +126,7 @@ def test_stages_before_the_first_parameters_need_no_derivative(world, remat):
         assert_close(stepped(pipeline, refs, x, targets=y), expected)
 
 
-@pytest.mark.parametrize("microbatches", [1, 2, 7])
+@pytest.mark.parametrize("microbatches", [1, 7])
 @on_worker0
 def test_schedules_agree_with_the_serial_program_and_to_the_bit_with_each_other(world, microbatches):
     workers = range(jd.world_size())
@@ -145,7 +145,7 @@ def test_schedules_agree_with_the_serial_program_and_to_the_bit_with_each_other(
 def test_chunks_and_placements_give_the_same_bits(world):
     """Six stages: in chunks on all workers, in a V, and all on the last worker alone."""
     last, stages = jd.world_size() - 1, 6
-    x, y = data(stages)
+    x, y = np.random.default_rng(0).normal(size=(2, 10, WIDEST)).astype("float32")
     placements = {"one": [last] * stages}
     orders = {"one": pp.interleaved(1, 4, stages)}
     if jd.world_size() == 3:
@@ -153,11 +153,15 @@ def test_chunks_and_placements_give_the_same_bits(world):
         orders |= {"chunks": pp.interleaved(3, 4, 2), "v": pp.zbv(3, 4)}
     found = []
     for name, placement in placements.items():
-        refs = references(stages, placement)
-        pipeline = jd.Pipeline([(layer, ref) for ref in refs], orders[name], loss=mean_square)
+        refs = [jd.remote(worker, square_of, args=(k,)) for k, worker in enumerate(placement)]
+        pipeline = jd.Pipeline([(COMBINE[WIDEST], ref) for ref in refs], orders[name], loss=mean_square)
         found.append(stepped(pipeline, refs, x, targets=y))
         same_bits(found[-1], found[0])
-    assert_close(found[0][1], serially(jax.grad(chain), [make(k) for k in range(stages)], x, y))
+    assert_close(found[0][1], serially(jax.grad(combined_in_turn), [square_of(k) for k in range(stages)], x, y))
+
+
+def combined_in_turn(values, x, y):
+    return mean_square(functools.reduce(lambda x, value: COMBINE[WIDEST](value, x), values, x), y)
 
 
 def mix(params, first, second):
@@ -226,9 +230,8 @@ def embedding(rows, columns):
     return jnp.asarray(np.random.default_rng(7).normal(size=(rows, columns)) / 2, jnp.float32)
 
 
-@pytest.mark.parametrize("remat", [False, True])
 @on_worker0
-def test_a_stage_takes_a_tree_of_references_so_that_two_stages_tie_their_embeddings(world, remat):
+def test_a_stage_takes_a_tree_of_references_so_that_two_stages_tie_their_embeddings(world):
     # One reference of the second stage lies with the first stage; there are integers and a number among the values.
     first, second = 0, jd.world_size() - 1
     tied, count = jd.remote(first, embedding, args=(5, 5)), jd.remote(first, dict, kwargs={"n": 3, "scale": 2.0})
@@ -236,7 +239,7 @@ def test_a_stage_takes_a_tree_of_references_so_that_two_stages_tie_their_embeddi
         {"embedding": tied, "first": jd.remote(first, make, args=(0,)), "count": count},
         (jd.remote(second, make_back), tied),
     ]
-    stages = [pp.Stage(embedded, trees[0], remat=remat), (unembedded, trees[1])]
+    stages = [pp.Stage(embedded, trees[0], remat=True), (unembedded, trees[1])]
     x, y = data(1, 6)[0], data(1, 6)[0]
     refs = [tied, trees[0]["first"], trees[1][0]]
 
@@ -447,9 +450,10 @@ def test_stages_of_several_workers_of_the_schedule_share_what_averages_them(worl
     stages = [pp.Stage(product, ref, average=average) for ref in refs]
     pipeline = jd.Pipeline(stages, pp.one_f_one_b(3, 2), loss=mean_square, workers=[rank] * 3)
     values = [ref.local_value() for ref in refs]
-    for _ in range(4):
+    expected = serially(jax.grad(of_products), values, x, y)
+    for _ in range(2):
         found = stepped(pipeline, refs, x[mine], targets=y[mine])[1]
-        assert_close(found, jax.grad(lambda values: mean_square(functools.reduce(product_of, values, x), y))(values))
+        assert_close(found, expected)
 
 
 def rows_of_all(size):
@@ -461,8 +465,8 @@ def product(params, x):
     return jnp.tanh(x @ params["w"])
 
 
-def product_of(x, params):
-    return product(params, x)
+def of_products(values, x, y):
+    return mean_square(functools.reduce(lambda x, params: product(params, x), values, x), y)
 
 
 _averaged = collections.defaultdict(threading.Event)  # by rank
@@ -708,17 +712,6 @@ def test_parameters_may_hold_functions_texts_and_flags(world, remat):
     assert refs[1].to_here()["act"] is jax.nn.relu
 
 
-def without_hash():
-    return {"w": np.ones(3, "float32"), "names": np.array(["a", "b"])}
-
-
-@on_worker0
-def test_parameters_without_a_hash_are_named(world):
-    ref = jd.remote(jd.world_size() - 1, without_hash)
-    with pytest.raises(TypeError, match=r"the parameters hold .* at \['names'\]: expected arrays, numbers"):
-        jd.Pipeline([(times_factor, ref)], pp.gpipe(1, 2)).apply(np.ones((4, 3), "float32"))
-
-
 def with_constants(params, x):
     return x * params["w"], True, 2, 0.5, np.int8(3)
 
@@ -803,15 +796,6 @@ def test_a_step_without_backward_passes_returns_the_loss_outside_of_any_context(
         assert jd.get_gradients(ctx) == {}
 
 
-def test_whole_of_what_is_whole_in_part():
-    given = (np.arange(4), pp.whole({"mask": pp.whole(np.ones(2)), "scale": 3.0}))
-    assert [(list(x), sorted(rest)) for x, rest in split(given, sizes_of(given, (), 2))] == [
-        ([0, 1], ["mask", "scale"]),
-        ([2, 3], ["mask", "scale"]),
-    ]
-    assert isinstance(split(given, [4])[0][1]["mask"], np.ndarray)
-
-
 def test_losses_of_several_dtypes_are_promoted():
     found = weighted_sum([jnp.bfloat16(1.0), jnp.float32(1 + 2**-20)], [0.5, 0.5])
     assert (found, found.dtype) == (np.float32(1 + 2**-21), np.float32)
@@ -837,7 +821,7 @@ def test_a_worker_without_stages_has_nothing_to_do(world):
 @st.composite
 def models(draw, size):
     """A random pipeline: stages, their widths, who feeds whom, who shares parameters, where they run, and the batch."""
-    stages = draw(st.integers(2, 5))
+    stages = draw(st.integers(2, 4))
     widths = [draw(st.sampled_from(sorted(COMBINE))) for _ in range(stages)]
     inputs = [None]
     for stage in range(1, stages):
@@ -880,7 +864,7 @@ def test_random_pipelines(world):
     size = jd.world_size()
     owners = [jd.remote(k % size, square_of, args=(k,)) for k in range(5)]
 
-    @settings(max_examples=8, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=5, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(models(size))
     def agree(model):
         inputs, shared, widths, placement, microbatches, rows, seeds, chance = model

@@ -96,6 +96,7 @@ def test_a_file_of_pytorch_is_read():
 def test_workers_without_actions_survive_the_text():
     schedule = Schedule((1,), ((), (Action(Kind.FORWARD, 0, 0),), ()))
     assert Schedule.parse(schedule.text()) == schedule
+    assert Schedule.parse("0F0,0B0\n\n1F0,1B0").placement == (0, 2)
     check(schedule)
 
 
@@ -142,12 +143,6 @@ def test_counts(count):
 )
 def test_text_as_spreadsheets_and_editors_write_it(text):
     assert Schedule.parse(text).text() == "0F0,0B0\n1F0,1B0"
-
-
-def test_an_empty_line_is_a_worker_without_actions():
-    schedule = Schedule.parse("0F0,0B0\n\n1F0,1B0")
-    assert (schedule.placement, schedule.workers) == ((0, 2), 3)
-    assert Schedule.parse(schedule.text()) == schedule
 
 
 @pytest.mark.parametrize("module", [forecasting, schedule_module])

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,19 +33,7 @@ class Slot:
     shape: tuple[int, ...]
 
 
-class Part(NamedTuple):
-    """A slice of the leaf in one slot of a bucket, and its place in a chunk."""
-
-    slot: int
-    of_leaf: slice
-    of_chunk: slice
-
-
-class Chunk(NamedTuple):
-    """A run of ``size`` elements of a bucket."""
-
-    size: int
-    parts: list[Part]
+Part = tuple[int, slice, slice]  # a slot of a bucket, a slice of its leaf, and the place of that in a chunk
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,17 +62,17 @@ class Bucket:
         return self.size * self.dtype.itemsize
 
     @functools.cached_property
-    def chunks(self) -> list[Chunk]:
-        """The bucket in consecutive chunks, each small enough to stay in a core's cache."""
+    def chunks(self) -> list[tuple[int, list[Part]]]:
+        """The bucket in consecutive chunks, by size and parts, each small enough to stay in a core's cache."""
         step, size = max(1, CHUNK // self.dtype.itemsize), self.size
-        chunks = [Chunk(min(step, size - start), []) for start in range(0, size, step)]
+        chunks: list[tuple[int, list[Part]]] = [(min(step, size - start), []) for start in range(0, size, step)]
         for place, slot in enumerate(self.slots):
             end = slot.offset + slot.length
             for number in range(slot.offset // step, -(-end // step)):
                 first, last = max(slot.offset, number * step), min(end, (number + 1) * step)
                 own = slice(first - slot.offset, last - slot.offset)
                 if first < last:
-                    chunks[number].parts.append(Part(place, own, slice(first - number * step, last - number * step)))
+                    chunks[number][1].append((place, own, slice(first - number * step, last - number * step)))
         return chunks
 
     def views(self, flat: Any = None) -> list[Any]:
@@ -92,14 +80,10 @@ class Bucket:
         whole = self.flat if flat is None else flat
         return [whole[slot.offset : slot.offset + slot.length].reshape(slot.shape) for slot in self.slots]
 
-    def filled(self, flat: Any, divisor: Any) -> "Bucket":
-        return dataclasses.replace(self, flat=flat, divisor=divisor)
-
 
 def lay_out(
     leaves: Sequence[Leaf], plan: Sequence[Sequence[int]], sparse: frozenset[int] = frozenset()
 ) -> list[Bucket]:
-    """Return the buckets of a plan, from the leaf indices of each."""
     buckets = []
     for k, indices in enumerate(plan):
         slots, offset = [], 0
@@ -130,11 +114,6 @@ def divided(x: Any, by: float) -> jax.Array:
     return found
 
 
-@functools.partial(jax.jit, static_argnames="by")
-def _at_once(x: jax.Array, *, by: float) -> jax.Array:
-    return _in_program(x, by=by)
-
-
 def _in_program(x: jax.Array, *, by: float) -> jax.Array:
     divisor = jnp.asarray(by, x.dtype)
     if jnp.iscomplexobj(x):  # NumPy multiplies too
@@ -142,7 +121,7 @@ def _in_program(x: jax.Array, *, by: float) -> jax.Array:
     return x / jnp.where(jnp.isnan(x), 1, divisor)
 
 
-divide_p.def_impl(_at_once)
+divide_p.def_impl(jax.jit(_in_program, static_argnames="by"))
 divide_p.def_abstract_eval(lambda x, by: x)
 ad.deflinear2(divide_p, lambda g, _, by: [divide_p.bind(g, by=by)])
 batching.defvectorized(divide_p)

@@ -29,7 +29,6 @@ def numbers(leaf: Any) -> Any:
 
 
 def refuse_keys(leaf: Any) -> None:
-    """Raise LeafError for random keys where only numbers will do."""
     if is_key(leaf):
         raise LeafError(
             f"{leaf.dtype}{list(leaf.shape)} are random keys, expected numbers. Give their data, "
@@ -87,7 +86,6 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def copied(x: Any) -> np.ndarray:
-    """Return a contiguous copy of an array in new memory."""
     seen = np.asarray(x)
     memory = empty(seen.shape, seen.dtype)
     memory[...] = seen
@@ -110,7 +108,6 @@ def like(memory: np.ndarray, leaf: Any) -> Any:
 
 
 def any_traced(tree: Any) -> bool:
-    """Return whether operations on the tree are being traced."""
     if trace_state_clean():
         return False
     return staging() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

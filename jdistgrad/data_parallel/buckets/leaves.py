@@ -40,26 +40,24 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return jax.tree.flatten(tree, is_leaf=is_sparse)
 
 
-def describe(tree: Any) -> list[Leaf]:
-    """Describe every leaf of a tree of gradients, in order; a sparse array counts as one leaf."""
-    found = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda value: is_sparse(value) or is_elsewhere(value))[0]
-    return [_described(*one) for one in found]
+def describe(tree: Any, *, whole: bool = True) -> list[Leaf]:
+    """Describe every leaf of a tree, in order. ``whole``: a sparse array counts as one leaf."""
 
+    def is_leaf(value: Any) -> bool:
+        return is_elsewhere(value) or (whole and is_sparse(value))
 
-def describe_all(tree: Any) -> list[Leaf]:
-    """Describe every leaf of a tree of any arrays, in order."""
-    return [_described(*found) for found in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_elsewhere)[0]]
-
-
-def _described(path: Any, leaf: Any) -> Leaf:
-    refuse_elsewhere(path, leaf)
-    name, value = _spelled(path), numbers(leaf)
-    try:
-        shape = tuple(value.shape if hasattr(value, "shape") else np.shape(value))
-        dtype = np.dtype(getattr(value, "dtype", None) or jax.dtypes.result_type(value))
-        return Leaf(name, shape, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), index_dimensions(value))
-    except TypeError as error:
-        raise LeafError(f"{name} is a {type(leaf).__name__}, expected an array or a number", path=name) from error
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        refuse_elsewhere(path, leaf)
+        name, value = _spelled(path), numbers(leaf)
+        try:
+            shape = tuple(value.shape if hasattr(value, "shape") else np.shape(value))
+            dtype = np.dtype(getattr(value, "dtype", None) or jax.dtypes.result_type(value))
+            found.append(Leaf(name, shape, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), index_dimensions(value)))
+        except TypeError as error:
+            text = f"{name} is a {type(leaf).__name__}, expected an array or a number"
+            raise LeafError(text, path=name) from error
+    return found
 
 
 def refuse_sparse(tree: Any, what: str) -> None:
@@ -97,7 +95,6 @@ def _spelled(path: Any) -> str:
 
 
 def require_inexact(leaves: Sequence[Leaf], what: str) -> None:
-    """Raise LeafError for the first leaf that is neither floating nor complex: it has no average."""
     for leaf in leaves:
         if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
             raise LeafError(

@@ -8,43 +8,45 @@ import collections
 import dataclasses
 import enum
 import functools
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict, type(None))
-NUMBERS = (bool, int, float, complex, np.number, np.bool_)
-DEEPEST = 20  # parts within parts; some refer to themselves
+PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, enum.Enum)  # whose repr says all
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Enclosed:
-    """A function as a node without leaves, so that JAX takes it for a part of the tree's structure."""
+    """A function, say, as a node without leaves, so that JAX takes it for a part of the tree's structure."""
 
-    function: Callable[..., Any]
+    value: Any
 
 
 def has_functions(tree: Any) -> bool:
     return any(map(callable, jax.tree.leaves(tree)))
 
 
-def enclosed(tree: Any) -> Any:
-    """Enclose every function among the leaves of a tree."""
-    return jax.tree.map(lambda leaf: Enclosed(leaf) if callable(leaf) else leaf, tree)
+def enclosed(tree: Any, chosen: Callable[[Any], bool] = callable) -> Any:
+    """Enclose some leaves of a tree: by default every function."""
+    return jax.tree.map(lambda leaf: Enclosed(leaf) if chosen(leaf) else leaf, tree)
+
+
+def is_enclosed(node: Any) -> bool:
+    return isinstance(node, Enclosed)
 
 
 def opened(tree: Any) -> Any:
     """Return the tree that ``enclosed`` was given."""
-    return _replaced(tree, lambda one: one.function)
+    return jax.tree.map(lambda node: node.value if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
 
 
 def removed(tree: Any) -> Any:
     """Return a tree with None for every enclosed function: a function has no gradient."""
-    return _replaced(tree, lambda one: None)
+    return jax.tree.map(lambda node: None if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
 
 
 def on_opened(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -58,63 +60,36 @@ def on_opened(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _replaced(tree: Any, change: Callable[[Enclosed], Any]) -> Any:
-    def is_enclosed(node: Any) -> bool:
-        return isinstance(node, Enclosed)
-
-    return jax.tree.map(lambda node: change(node) if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
-
-
 def static_parts(structure: Any) -> tuple[str, ...]:
     """Spell the static parts of a tree's structure, in order: equal parts are spelled alike in every process.
 
     Of a part that has no such spelling, the type is given. Keys are left out: paths of leaves have them.
     """
-    return tuple(_of_nodes(structure))
-
-
-def _of_nodes(structure: Any) -> Iterator[str]:
-    node = structure.node_data()
-    if node is None:  # a leaf
-        return
-    kind, fixed = node
-    if kind is Enclosed:
-        yield _spelled(fixed.function)
-    elif kind not in CONTAINERS:
-        yield f"{kind.__qualname__}: {_spelled(fixed)}"
+    if structure.node_data() is None:  # a leaf
+        return ()
+    kind, fixed = structure.node_data()
+    found = [_spelled(fixed.value)] if kind is Enclosed else []
+    if kind is not Enclosed and kind not in CONTAINERS:
+        found = [f"{kind.__qualname__}: {_spelled(fixed)}"]
     for child in structure.children():
-        yield from _of_nodes(child)
+        found += static_parts(child)
+    return tuple(found)
 
 
-def _spelled(value: Any, depth: int = 0) -> str:
-    if depth > DEEPEST:
-        return type(value).__qualname__
-    if isinstance(value, NUMBERS):
-        return _number(value)
-    if value is None or isinstance(value, (str, bytes, np.dtype, enum.Enum)):
+def _spelled(value: Any) -> str:
+    if isinstance(value, PLAIN):
         return repr(value)
-    inner = functools.partial(_spelled, depth=depth + 1)
     if isinstance(value, functools.partial):
-        return f"partial{inner((value.func, value.args, value.keywords))}"
+        return f"partial{_spelled((value.func, value.args, value.keywords))}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         kind: Any = type(value)
         fields = dataclasses.fields(value) if kind.__dataclass_params__.eq else ()  # else only its identity counts
-        return type(value).__qualname__ + inner([getattr(value, one.name, None) for one in fields if one.compare])
+        return type(value).__qualname__ + _spelled([getattr(value, one.name, None) for one in fields if one.compare])
     if isinstance(value, (tuple, list)):
-        return f"({', '.join(map(inner, value))})"
+        return f"({', '.join(map(_spelled, value))})"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(sorted(f'{inner(key)}: {inner(one)}' for key, one in value.items()))}}}"
+        return f"{{{', '.join(sorted(f'{_spelled(key)}: {_spelled(one)}' for key, one in value.items()))}}}"
     if isinstance(value, (set, frozenset)):
-        return f"{{{', '.join(sorted(map(inner, value)))}}}"
+        return f"{{{', '.join(sorted(map(_spelled, value)))}}}"
     name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None)  # of a function or a class
     return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else type(value).__qualname__
-
-
-def _number(value: Any) -> str:
-    """Spell equal numbers alike, whatever their types are."""
-    number = value.item() if isinstance(value, np.generic) else value
-    if isinstance(number, complex) and number.imag == 0:
-        number = number.real
-    if isinstance(number, (bool, float)) and math.isfinite(number) and number == int(number):
-        number = int(number)
-    return repr(number)

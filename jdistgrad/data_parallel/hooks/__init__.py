@@ -7,7 +7,6 @@ from jdistgrad.data_parallel.hooks.base import (
     Hook as Hook,
     average as average,
     bfloat16 as bfloat16,
-    checked as checked,
     float16 as float16,
 )
 from jdistgrad.data_parallel.hooks.compressing import int8 as int8, powersgd as powersgd

@@ -40,16 +40,6 @@ class Hook(NamedTuple):
     name: str = "hook"
 
 
-def checked(hook: Any) -> Hook | None:
-    """Return a hook, or None, unchanged. Raise HookError for anything else."""
-    if hook is None or (isinstance(hook, Hook) and callable(hook.init) and callable(hook.apply)):
-        return hook
-    raise HookError(
-        f"a hook is a jdistgrad Hook(init, apply, name) of two functions, not {hook!r}. Hooks with settings are called "
-        "first: hooks.powersgd(rank=2)."
-    )
-
-
 def require_states(hook: Hook, states: Sequence[Any], buckets: Sequence[Bucket]) -> None:
     """Raise HookError if a hook's states belong to other buckets. Where there is no state, it belongs to any."""
     if len(states) != len(buckets) and jax.tree.leaves(states):
@@ -62,25 +52,16 @@ def require_states(hook: Hook, states: Sequence[Any], buckets: Sequence[Bucket])
 
 
 def reduce(hook: Hook, bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
-    """Apply a hook. Raise HookError if its result does not fit the bucket."""
     returned = hook.apply(bucket, state, collectives)
-    expected = f"(a JAX array {bucket.dtype}[{bucket.size}], the new state)"
-    if not isinstance(returned, tuple) or len(returned) != 2:
-        alone = isinstance(returned, jax.Array)
-        kind = f"an array {returned.dtype}{list(returned.shape)} alone" if alone else f"{returned!r:.60}"
-        raise _wrong(hook, bucket, expected, kind)
-    flat, state = returned
-    if not isinstance(flat, jax.Array) or flat.shape != (bucket.size,) or flat.dtype != bucket.dtype:
-        got = f"{jnp.result_type(flat)}{list(jnp.shape(flat))}" if hasattr(flat, "shape") else repr(flat)
-        kind = "an array" if isinstance(flat, jax.Array) else type(flat).__name__
-        raise _wrong(hook, bucket, expected, f"{kind} {got}")
-    return flat, state
-
-
-def _wrong(hook: Hook, bucket: Bucket, expected: str, got: str) -> HookError:
-    return HookError(
-        f"the hook {hook.name!r} returned {got} for bucket {bucket.index}, expected {expected}. A hook must keep the "
-        "bucket's shape and dtype: cast back what it has compressed.",
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    flat, state = returned if is_pair else (returned, None)
+    if is_pair and isinstance(flat, jax.Array) and flat.shape == (bucket.size,) and flat.dtype == bucket.dtype:
+        return flat, state
+    what = f"an array {flat.dtype}{list(flat.shape)}" if isinstance(flat, jax.Array) else f"{flat!r:.60}"
+    raise HookError(
+        f"the hook {hook.name!r} returned {what}{'' if is_pair else ' alone'} for bucket {bucket.index}, expected "
+        f"(a JAX array {bucket.dtype}[{bucket.size}], the new state). A hook must keep the bucket's shape and dtype: "
+        "cast back what it has compressed.",
         bucket=bucket.index,
         hook=hook.name,
     )

@@ -11,6 +11,7 @@ Weakness: every rank gathers the bytes of all ranks, so the hook saves nothing b
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -44,83 +45,77 @@ def powersgd(
         )
 
     def init(bucket: Bucket) -> dict[str, Any]:
-        factors = {str(slot.index): _random(slot, rank, bucket.dtype) for slot in _matrices(bucket, rank, min_rate)}
+        factors = {}
+        for slot in _matrices(bucket, rank, min_rate):
+            width, key = slot.length // slot.shape[0], jax.random.key(slot.index)  # the same on every rank
+            factors[str(slot.index)] = jax.random.normal(key, (width, min(rank, slot.shape[0], width)), bucket.dtype)
         return {"step": jnp.zeros((), jnp.int32), "error": jnp.zeros(bucket.size, bucket.dtype), "q": factors}
 
     def apply(bucket: Bucket, state: dict[str, Any], collectives: Collectives) -> tuple[jax.Array, Any]:
-        small = _matrices(bucket, rank, min_rate)
-        step = state["step"]
-        if not small:
-            return collectives.allreduce(divided(bucket.flat, bucket.divisor)), {**state, "step": step + 1}
-        compress = _Compressed(bucket, small, collectives, feedback=error_feedback, warm=warm_start)
+        matrices = _matrices(bucket, rank, min_rate)
+
+        def average(x: jax.Array) -> jax.Array:
+            return collectives.allreduce(divided(x, bucket.divisor))
+
+        def plainly(state: dict[str, Any]) -> tuple[jax.Array, Any]:
+            return average(bucket.flat), {**state, "step": state["step"] + 1}
+
+        def by_factors(state: dict[str, Any]) -> tuple[jax.Array, Any]:
+            return _by_factors(bucket, matrices, state, average, feedback=error_feedback, warm=warm_start)
+
+        if not matrices:
+            return plainly(state)
         state = {**state, "error": collectives.localize(state["error"])}
         if any_traced(state):
-            return jax.lax.cond(step < start, compress.plainly, compress.by_factors, state)
-        return compress.plainly(state) if step < start else compress.by_factors(state)
+            return jax.lax.cond(state["step"] < start, plainly, by_factors, state)
+        return plainly(state) if state["step"] < start else by_factors(state)
 
     settings = f"rank={rank}, start={start}, min_rate={min_rate}"
     return Hook(init, apply, f"powersgd({settings}, error_feedback={error_feedback}, warm_start={warm_start})")
 
 
-class _Compressed:
-    """A bucket's step: the plain average, or the average by factors."""
-
-    def __init__(self, bucket: Bucket, matrices: list[Slot], collectives: Collectives, *, feedback: bool, warm: bool):
-        self._bucket, self._matrices, self._collectives = bucket, matrices, collectives
-        self._feedback, self._warm = feedback, warm
-
-    def plainly(self, state: dict[str, Any]) -> tuple[jax.Array, Any]:
-        return self._average(self._bucket.flat), {**state, "step": state["step"] + 1}
-
-    def by_factors(self, state: dict[str, Any]) -> tuple[jax.Array, Any]:
-        wanted = self._bucket.flat + state["error"] if self._feedback else self._bucket.flat
-        parts = {slot.index: wanted[slot.offset : slot.offset + slot.length] for slot in self._bucket.slots}
-        averaged, sent, factors = self._rest(parts), dict(parts), {}
-        for slot in self._matrices:
-            matrix = parts[slot.index].reshape(slot.shape[0], -1)
-            left = self._average(matrix @ state["q"][str(slot.index)])
-            left = jnp.linalg.qr(left.astype(jnp.float32))[0].astype(left.dtype)
-            mine = matrix.T @ left
-            right = self._average(mine)
-            averaged[slot.index], sent[slot.index] = (left @ right.T).reshape(-1), (left @ mine.T).reshape(-1)
-            factors[str(slot.index)] = state["q"][str(slot.index)]
-            if self._warm:  # columns of zeros are kept out: from these the iteration may find nothing any more
-                before = factors[str(slot.index)]
-                factors[str(slot.index)] = jnp.where(right.any(axis=0), finite_or(right, otherwise=before), before)
-        error = finite_or(wanted - self._flat(sent)) if self._feedback else state["error"]
-        return self._flat(averaged), {"step": state["step"] + 1, "error": error, "q": factors}
-
-    def _rest(self, parts: dict[int, jax.Array]) -> dict[int, jax.Array]:
-        """Average the leaves that are not compressed, in one reduction."""
-        compressed = {slot.index for slot in self._matrices}
-        rest = [slot for slot in self._bucket.slots if slot.index not in compressed]
-        if not rest:
-            return {}
-        whole = self._average(jnp.concatenate([parts[slot.index] for slot in rest]))
+def _by_factors(
+    bucket: Bucket,
+    matrices: list[Slot],
+    state: dict[str, Any],
+    average: Callable[[jax.Array], jax.Array],
+    *,
+    feedback: bool,
+    warm: bool,
+) -> tuple[jax.Array, Any]:
+    wanted = bucket.flat + state["error"] if feedback else bucket.flat
+    parts = {slot.index: wanted[slot.offset : slot.offset + slot.length] for slot in bucket.slots}
+    averaged, sent, factors = dict(parts), dict(parts), {}
+    compressed = {slot.index for slot in matrices}
+    rest = [slot for slot in bucket.slots if slot.index not in compressed]
+    if rest:  # which is averaged in one reduction
+        whole = average(jnp.concatenate([parts[slot.index] for slot in rest]))
         ends = np.cumsum([slot.length for slot in rest])[:-1].tolist()
-        return dict(zip([slot.index for slot in rest], jnp.split(whole, ends), strict=True))
-
-    def _average(self, x: jax.Array) -> jax.Array:
-        return self._collectives.allreduce(divided(x, self._bucket.divisor))
-
-    def _flat(self, parts: dict[int, jax.Array]) -> jax.Array:
-        return jnp.concatenate([parts[slot.index] for slot in self._bucket.slots]).astype(self._bucket.dtype)
+        averaged.update(zip([slot.index for slot in rest], jnp.split(whole, ends), strict=True))
+    for slot in matrices:
+        matrix = parts[slot.index].reshape(slot.shape[0], -1)
+        left = average(matrix @ state["q"][str(slot.index)])
+        left = jnp.linalg.qr(left.astype(jnp.float32))[0].astype(left.dtype)
+        mine = matrix.T @ left
+        right = average(mine)
+        averaged[slot.index], sent[slot.index] = (left @ right.T).reshape(-1), (left @ mine.T).reshape(-1)
+        factors[str(slot.index)] = before = state["q"][str(slot.index)]
+        if warm:  # columns of zeros are kept out: from these the iteration may find nothing any more
+            factors[str(slot.index)] = jnp.where(right.any(axis=0), finite_or(right, otherwise=before), before)
+    found, told = (
+        jnp.concatenate([each[slot.index] for slot in bucket.slots]).astype(bucket.dtype) for each in (averaged, sent)
+    )
+    error = finite_or(wanted - told) if feedback else state["error"]
+    return found, {"step": state["step"] + 1, "error": error, "q": factors}
 
 
 def _matrices(bucket: Bucket, rank: int, min_rate: float) -> list[Slot]:
-    """Return the leaves of a bucket that are worth compressing."""
     found = []
     for slot in bucket.slots:
         if bucket.dtype.kind != "c" and len(slot.shape) > 1 and slot.length:
             n, m = slot.shape[0], slot.length // slot.shape[0]
             found += [slot] if (n + m) * rank * min_rate < n * m else []
     return found
-
-
-def _random(slot: Slot, rank: int, dtype: Any) -> jax.Array:
-    """Return a leaf's first Q: random, and the same on every rank."""
-    width = int(np.prod(slot.shape[1:]))
-    return jax.random.normal(jax.random.key(slot.index), (width, min(rank, slot.shape[0], width)), dtype)
 
 
 def int8(*, block: int = BLOCK) -> Hook:

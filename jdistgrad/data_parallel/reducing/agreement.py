@@ -42,39 +42,27 @@ def require_agreement(terms: Mapping[int, Terms]) -> None:
 
 
 def _difference(ours: Terms, theirs: Terms, first: int, rank: int) -> str | None:
+    a, b = len(ours.leaves), len(theirs.leaves)
+    counts = f" ({a} leaves against {b})" if a != b else ""
     for (name, value), (_, other) in zip(ours.settings, theirs.settings, strict=True):
         if value != other:
             return f"{name} is {value} on rank {first}, {other} on rank {rank}"
     for mine, its in zip(ours.leaves, theirs.leaves, strict=False):
         if mine.path != its.path:
-            return f"leaf {mine.path} of rank {first} stands where rank {rank} has {its.path}{_counts(ours, theirs)}"
+            return f"leaf {mine.path} of rank {first} stands where rank {rank} has {its.path}{counts}"
         if mine != its:
             return f"the leaf {mine.path} is {mine} on rank {first}, {its} on rank {rank}"
-    if len(ours.leaves) != len(theirs.leaves):
-        more, here, there = (ours, first, rank) if len(ours.leaves) > len(theirs.leaves) else (theirs, rank, first)
-        extra = more.leaves[min(len(ours.leaves), len(theirs.leaves))]
-        return f"rank {here} has the leaf {extra.path} ({extra}), rank {there} has none there{_counts(ours, theirs)}"
+    if a != b:
+        more, here, there = (ours, first, rank) if a > b else (theirs, rank, first)
+        extra = more.leaves[min(a, b)]
+        return f"rank {here} has the leaf {extra.path} ({extra}), rank {there} has none there{counts}"
     for part, other_part in itertools.zip_longest(ours.static, theirs.static, fillvalue="nothing"):
         if part != other_part:
-            text, other_text = _around_difference(part, other_part)
-            return f"a static part of the tree is {text} on rank {first}, {other_text} on rank {rank}"
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(part, other_part, strict=False))
+            begin = max(0, sum(1 for _ in same) - SHOWN // 2)
+            shown = [f"{one[begin:]:.{SHOWN}}" for one in (part, other_part)]
+            return f"a static part of the tree is {shown[0]} on rank {first}, {shown[1]} on rank {rank}"
     return None
-
-
-def _around_difference(one: str, other: str) -> tuple[str, str]:
-    """Return two texts, of which each is cut to what is around their first difference."""
-    alike = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    begin = max(0, sum(1 for _ in alike) - SHOWN // 2)
-
-    def cut(text: str) -> str:
-        return ("..." if begin else "") + text[begin : begin + SHOWN] + ("..." if len(text) > begin + SHOWN else "")
-
-    return cut(one), cut(other)
-
-
-def _counts(ours: Terms, theirs: Terms) -> str:
-    a, b = len(ours.leaves), len(theirs.leaves)
-    return f" ({a} leaves against {b})" if a != b else ""
 
 
 CHUNKS = 64
@@ -98,7 +86,6 @@ def bit_digests(leaves: Sequence[Any]) -> list[int]:
 
 
 def require_same_parameters(leaves: Sequence[Leaf], digests: Mapping[int, Sequence[int]]) -> None:
-    """Compare the digests of the parameters with those of the lowest rank that has some."""
     first = min(digests, default=0)
     for place, leaf in enumerate(leaves):
         others = [rank for rank, mine in digests.items() if mine[place] != digests[first][place]]
@@ -119,15 +106,12 @@ def require_same_bits(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray], gath
     """Compare every leaf with rank 0's. DisagreementError names the leaf, the first place, the rank and both values."""
     digests = gather([hashlib.blake2b(array.tobytes(), digest_size=16).digest() for array in arrays])
     for place, leaf in enumerate(leaves):
-        if len({its[place] for its in digests}) > 1:
-            _raise_difference(leaf, gather(arrays[place]))
-
-
-def _raise_difference(leaf: Leaf, values: Sequence[np.ndarray]) -> None:
-    first = values[0].reshape(-1)
-    for rank, value in enumerate(values):
-        other = value.reshape(-1)
-        if first.tobytes() != other.tobytes():
+        if len({its[place] for its in digests}) == 1:
+            continue
+        first, *others = (value.reshape(-1) for value in gather(arrays[place]))
+        for rank, other in enumerate(others, 1):
+            if first.tobytes() == other.tobytes():
+                continue
             octets = (np.frombuffer(flat.tobytes(), np.uint8).reshape(first.size, -1) for flat in (first, other))
             at = int(np.flatnonzero(np.not_equal(*octets).any(axis=1))[0])
             where = tuple(int(i) for i in np.unravel_index(at, leaf.shape))

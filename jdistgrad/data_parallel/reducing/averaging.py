@@ -5,6 +5,7 @@ immutable by contract, so this is only for arrays fresh from a compiled function
 """
 
 import ctypes
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -129,8 +130,8 @@ def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:
 def with_hook(
     hook: hooks.Hook, bucket: Bucket, gradients: Sequence[jax.Array], state: Any, divisor: float, all_: HostCollectives
 ) -> tuple[list[jax.Array], Any]:
-    """Average through a hook; return the averages and the hook's new state."""
-    flat, state = hooks.reduce(hook, bucket.filled(flatten(list(gradients)), divisor), state, all_)
+    shown = dataclasses.replace(bucket, flat=flatten(list(gradients)), divisor=divisor)
+    flat, state = hooks.reduce(hook, shown, state, all_)
     averaged = cut(flat, tuple(slot.shape for slot in bucket.slots))
     each = zip(averaged, gradients, strict=True)
     return [a if a.sharding == g.sharding else jax.device_put(a, g.sharding) for a, g in each], state
@@ -155,15 +156,13 @@ def first_not_finite(gradients: Sequence[Any]) -> int:
 
 
 def require_rows(path: str, gradient: Any) -> None:
-    """Raise LeafError for a sparse array that is not a list of rows or elements."""
-    if gradient.n_batch:
+    if gradient.n_batch or not gradient.n_sparse:
         raise LeafError(
-            f"the sparse gradient {path} has {gradient.n_batch} batch dimensions; expected none. Use "
+            f"the sparse gradient {path} has {gradient.n_batch} batch dimensions and {gradient.n_sparse} that are "
+            "indexed; expected none, and at least one. Use gradient.todense(), or "
             "jax.experimental.sparse.bcoo_update_layout(gradient, n_batch=0).",
             path=path,
         )
-    if not gradient.n_sparse:
-        raise LeafError(f"the sparse gradient {path} has no index; expected rows. Use gradient.todense().", path=path)
 
 
 def reduce_sparse(gradient: Any, shape: tuple[int, ...], dtype: Any, divisor: float, all_: HostCollectives) -> Any:

@@ -8,7 +8,7 @@ import copy
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -27,7 +27,7 @@ from jdistgrad.data_parallel.reducing.agreement import (
     require_same_parameters,
 )
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
-from jdistgrad.data_parallel.reducing.statistics import Clock, Span
+from jdistgrad.data_parallel.reducing.statistics import Span
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError, WorkerLostError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,31 +37,19 @@ class UnfinishedError(WorkerLostError):
     """An operation is not whole, since a rank has died. The others have done without it since, and may begin again."""
 
 
-class Memory(NamedTuple):
-    """What an operation changes that must be as before when it is done again.
-
-    Attributes:
-      step: the number of the last step.
-      states: the hook's states, by plan and bucket.
-    """
-
-    step: int
-    states: dict[int, dict[int, Any]]
-
-
 def whole(method: F) -> F:
     """Make a method of a reducer an operation that is whole on every rank, or is done again if a rank has died."""
 
     @functools.wraps(method)
     def run(reducer: Any, *args: Any) -> Any:
         while True:
-            error, found, before = None, None, reducer.memory()
+            error, found, before = None, None, reducer.step
             try:
                 found = method(reducer, *args)
             except Exception as failure:
                 error = failure
             if not reducer.vote(error):
-                reducer.put_back(before)
+                reducer.step = before
             elif error is not None:
                 raise error
             else:
@@ -77,12 +65,12 @@ class Reducer:
         self.collectives, self.rules = collectives, rules
         self.plans: dict[int, BucketPlan] = {}
         self.states: dict[int, dict[int, Any]] = {}
-        self._joining = Joining.NONE
+        self.joining = Joining.NONE  # the kind of ``join`` block that this rank is in
         self.step = 0
         self.last_active: tuple[int, ...] = (0,)
         self.broken: CollectiveError | WorkerLostError | None = None
-        self._announced: list[Callable[[float], list[bytes]]] = []
-        self._failed = 0  # the last step that this rank has announced as failed
+        self.announced: list[Callable[[float], list[bytes]]] = []  # failures: the words for them are not read yet
+        self.failed = 0  # the last step that this rank has announced as failed
         self._told = ""  # the last failure of others that the ranks have voted on
         self._scratch = averaging.Scratch()
 
@@ -91,8 +79,8 @@ class Reducer:
     def _meet(self, mine: Roll, terms: Terms | None = None) -> RollCall:
         """Hold a roll call with this rank's word. ``terms``: those of the tree that this rank comes with."""
         with self._breaking():
-            while self._announced:
-                roll_call.read_words(self._announced.pop(0)(self.rules.timeout))
+            while self.announced:
+                roll_call.read_words(self.announced.pop(0)(self.rules.timeout))
             words = self._announce(mine)(self.rules.timeout)
         try:
             self._require_same_terms(words, terms)
@@ -118,14 +106,6 @@ class Reducer:
             self.broken = copy.copy(error)  # without the traceback, whose frames may hold references to this
             raise
 
-    @property
-    def refuses(self) -> bool:
-        """Return whether the next meeting fails, as far as this rank knows: the ranks have come apart, or will find so.
-
-        Where the step of all ranks has failed it would not, but all say so then.
-        """
-        return self.broken is not None or bool(self._announced)
-
     @contextlib.contextmanager
     def telling(self, step: int, bucket: int) -> Iterator[None]:
         """Announce a failure of this rank alone to the others, which would wait for it."""
@@ -137,16 +117,12 @@ class Reducer:
                 self.fail(step, bucket)
             raise
 
-    @property
-    def joining(self) -> Joining:
-        """The kind of ``join`` block that this rank is in."""
-        return self._joining
-
-    @joining.setter
-    def joining(self, kind: Joining) -> None:
-        self._joining = kind
+    def enter(self, kind: Joining) -> Joining:
+        """Enter a kind of ``join`` block, or leave it; return the kind before."""
+        before, self.joining = self.joining, kind
         if isinstance(self.collectives, Survivors):
             self.collectives.voting = self.votes
+        return before
 
     # Going on without ranks that die.
 
@@ -178,16 +154,9 @@ class Reducer:
         except (WorkerLostError, MissingRanksError) as failure:
             self.broken = CollectiveError(f"these steps do not go on any more: {failure}")
             raise
-        self.broken, self._failed = None, 0
-        self._announced.clear()
+        self.broken, self.failed = None, 0
+        self.announced.clear()
         return False
-
-    def memory(self) -> Memory:
-        """Return what must be put back before an operation is done again."""
-        return Memory(self.step, {digest: dict(states) for digest, states in self.states.items()})
-
-    def put_back(self, before: Memory) -> None:
-        self.step, self.states = before.step, before.states
 
     def abandon(self, step: int, bucket: int) -> None:
         """Announce a failure of this rank alone, in the group as it is after the loss of a rank too."""
@@ -199,15 +168,11 @@ class Reducer:
         if not self.vote(error):
             self.abandon(step, bucket)
 
-    def has_failed(self, step: int) -> bool:
-        """Return whether this rank has announced that a step has failed here, on which the others will vote."""
-        return self._failed >= step
-
     def fail(self, step: int, bucket: int) -> None:
         """Announce, once, that this rank's step has failed. The others' words are read before the next meeting."""
-        if step > self._failed:
-            self._failed = step
-            self._announced.append(self._announce(Roll(Act.FAILED, step, bucket, 0, 0)))
+        if step > self.failed:
+            self.failed = step
+            self.announced.append(self._announce(Roll(Act.FAILED, step, bucket, 0, 0)))
 
     def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
         """Raise on every rank, before anything is reduced, if ranks come with different trees."""
@@ -225,17 +190,13 @@ class Reducer:
 
     # The operations.
 
-    def agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None = None) -> BucketPlan:
-        """Return the plan for a tree, and agree on it if it is new. Raise DisagreementError if other ranks differ.
+    @whole
+    def agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None) -> BucketPlan:
+        """Agree on the plan for a new tree. Raise DisagreementError if other ranks differ.
 
         Arguments:
           digests: those of the parameters, which are to be the same on all ranks; None: they need not be.
         """
-        digest = terms.digest()
-        return self.plans[digest] if digest in self.plans else self._agree_anew(terms, order, digests)
-
-    @whole
-    def _agree_anew(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None) -> BucketPlan:
         call = self._meet(self._roll(Act.AGREE, digest=terms.digest()), terms)
         return self._share_plan(call, terms, order, digests)
 
@@ -267,7 +228,10 @@ class Reducer:
         mine = Roll(handling.act, handling.step, 0, program, plan.digest, handling.joining)
         return len({roll.fault for roll in self._meet(mine, plan.terms).rolls}) == 1
 
-    def average(self, plan: BucketPlan, number: int, gradients: Sequence[Any], handling: Handling) -> list[Any]:
+    def average(
+        self, plan: BucketPlan, number: int, gradients: Sequence[Any], handling: Handling, *, overwrite: bool
+    ) -> list[Any]:
+        """Average a bucket. ``overwrite``: averages may be written over the gradients."""
         bucket = plan.buckets[number]
         with self.telling(handling.step, number):
             own = jax.block_until_ready(list(gradients))
@@ -275,16 +239,16 @@ class Reducer:
             fault = averaging.first_not_finite(own) if self.rules.check_finite else 0
         mine = Roll(handling.act, handling.step, number, fault, plan.digest, handling.joining)
         call = self._meet(mine, plan.terms)
-        for rank in call.active:
-            if call.rolls[rank].fault:
-                raise self._not_finite(bucket, rank, call.rolls[rank].fault)
+        self.require_finite(bucket, [roll.fault for roll in call.rolls])
         met = time.perf_counter()
         with self.telling(handling.step, number):
-            averaged = self._averaged(bucket, own, handling, call.divisor)
-        handling.clock.spans.append(Span(number, ready, met, time.perf_counter()))
+            averaged = self._averaged(bucket, own, handling, call.divisor, overwrite=overwrite)
+        handling.spans.append(Span(number, ready, met, time.perf_counter()))
         return averaged
 
-    def _averaged(self, bucket: Bucket, gradients: list[Any], handling: Handling, divisor: int) -> list[Any]:
+    def _averaged(
+        self, bucket: Bucket, gradients: list[Any], handling: Handling, divisor: int, *, overwrite: bool
+    ) -> list[Any]:
         if bucket.sparse:
             gradient, shape = gradients[0], bucket.slots[0].shape
             if is_sparse(gradient):
@@ -294,7 +258,7 @@ class Reducer:
             return [jax.device_put(table, gradient.sharding)]
         if handling.hook is None:
             return averaging.average_in_chunks(
-                bucket, gradients, divisor, self.collectives, self._scratch, overwrite=handling.overwrite
+                bucket, gradients, divisor, self.collectives, self._scratch, overwrite=overwrite
             )
         if bucket.index not in handling.states:
             handling.states[bucket.index] = handling.hook.init(bucket)
@@ -304,28 +268,20 @@ class Reducer:
         return averaged
 
     def default_handling(self, plan: BucketPlan, act: Act) -> Handling:
-        """Return the default handling of gradients: by the hook of the rules, with states kept for each plan.
+        """Return the default handling of gradients: by the hook of the rules, with states kept for each plan."""
+        return Handling(self.step, self.rules.hook, self.states.setdefault(plan.digest, {}), act, self.joining)
 
-        Gradients that were given to be averaged are not overwritten.
-        """
-        states = self.states.setdefault(plan.digest, {})
-        own = act is Act.REDUCE
-        return Handling(self.step, self.rules.hook, states, own, Clock(backward=own), act, self.joining)
-
-    def require_finite(self, plan: BucketPlan, faults: np.ndarray) -> None:
-        """Raise NonFiniteError for the first fault of all ranks: by rank, a row with the fault of each bucket."""
-        for bucket in plan.buckets:
-            for rank in np.flatnonzero(faults[:, bucket.index]).tolist():
-                raise self._not_finite(bucket, rank, int(faults[rank, bucket.index]))
-
-    def _not_finite(self, bucket: Bucket, rank: int, fault: int) -> NonFiniteError:
-        slot = bucket.slots[fault - 1]
-        return NonFiniteError(
-            f"step {self.step}: the gradient of {slot.path} on rank {rank} holds NaN or infinity (bucket "
-            f"{bucket.index}); no rank has its average. Look at that rank's loss and inputs.",
-            rank=rank,
-            path=slot.path,
-        )
+    def require_finite(self, bucket: Bucket, faults: Sequence[int]) -> None:
+        """Raise NonFiniteError for the first fault in a bucket, given that of each rank."""
+        for rank, fault in enumerate(faults):
+            if fault:
+                slot = bucket.slots[fault - 1]
+                raise NonFiniteError(
+                    f"step {self.step}: the gradient of {slot.path} on rank {rank} holds NaN or infinity (bucket "
+                    f"{bucket.index}); no rank has its average. Look at that rank's loss and inputs.",
+                    rank=rank,
+                    path=slot.path,
+                )
 
     @whole
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
@@ -363,7 +319,7 @@ class Reducer:
         while True:
             call = self._meet(self._roll(Act.SHADOW))
             if call.leader is None:
-                self.joining = Joining.NONE
+                self.enter(Joining.NONE)
                 return self.collectives.rank_at(max(self.last_active))
             lead = call.rolls[call.leader]
             self.step = max(self.step, lead.step)
@@ -394,4 +350,4 @@ class Reducer:
             averaging.reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, call.divisor, self.collectives)
         else:
             nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
-            self._averaged(bucket, nothing, handling, call.divisor)
+            self._averaged(bucket, nothing, handling, call.divisor, overwrite=True)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from jdistgrad.data_parallel.buckets.bucket import Bucket, lay_out
@@ -10,32 +11,26 @@ from jdistgrad.data_parallel.buckets.leaves import Leaf, describe, flatten, requ
 from jdistgrad.data_parallel.buckets.planning import Cap, limits_of, plan_buckets
 from jdistgrad.data_parallel.buckets.static_parts import static_parts
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
-from jdistgrad.data_parallel.hooks import Hook, checked
+from jdistgrad.data_parallel.hooks.base import Hook
 from jdistgrad.data_parallel.reducing.agreement import Settings, Terms
-from jdistgrad.data_parallel.reducing.statistics import Clock
-from jdistgrad.errors import LeafError
+from jdistgrad.data_parallel.reducing.statistics import Span
+from jdistgrad.errors import HookError, LeafError
 
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """The buckets that the ranks have agreed on for one tree of gradients."""
+    """The buckets that the ranks have agreed on for one tree of gradients.
+
+    ``bucketed``: the leaves of all buckets, one bucket after the other. ``bucket_of``: the bucket of each leaf.
+    """
 
     terms: Terms
     digest: int
     order: tuple[int, ...]
     buckets: tuple[Bucket, ...]
 
-    @functools.cached_property
-    def bucketed(self) -> list[int]:
-        """The leaves of all buckets, one bucket after the other."""
-        return [slot.index for bucket in self.buckets for slot in bucket.slots]
-
-
-def paths_of(sparse: Sequence[str]) -> frozenset[str]:
-    """Return checked paths of leaves. Raise TypeError for a single path that is not in a list."""
-    if isinstance(sparse, str) or not all(isinstance(path, str) for path in sparse):
-        raise TypeError(f"sparse must be a list of paths of leaves, as [\"['embedding']\"], not {sparse!r}")
-    return frozenset(sparse)
+    bucketed: list[int]
+    bucket_of: dict[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,14 +40,21 @@ class Rules:
     bucket_cap_mb: Cap = None
     find_unused_parameters: bool = False
     hook: Hook | None = None
-    sparse: frozenset[str] = frozenset()
+    sparse: Collection[str] = ()
     check_finite: bool = False
     check_parameters: bool = True
     timeout: float = 300.0
 
     def __post_init__(self) -> None:
         limits_of(self.bucket_cap_mb)
-        checked(self.hook)
+        hook: Any = self.hook
+        if hook is not None and not (isinstance(hook, Hook) and callable(hook.init) and callable(hook.apply)):
+            raise HookError(
+                f"a hook is a jdistgrad Hook(init, apply, name) of two functions, not {hook!r}. Hooks with settings "
+                "are called first: hooks.powersgd(rank=2)."
+            )
+        if isinstance(self.sparse, str) or not all(isinstance(path, str) for path in self.sparse):
+            raise TypeError(f"sparse must be a list of paths of leaves, as [\"['embedding']\"], not {self.sparse!r}")
         if not self.timeout > 0:
             raise ValueError(f"timeout must be a number of seconds above zero, not {self.timeout!r}")
 
@@ -62,16 +64,12 @@ class Rules:
         cap = self.bucket_cap_mb
         return (
             ("bucket_cap_mb", str(cap) if cap is None else repr(float(cap)).removesuffix(".0")),
-            ("the hook", self.hook_name),
+            ("the hook", self.hook.name if self.hook else "none"),
             ("find_unused_parameters", str(self.find_unused_parameters)),
             ("check_finite", str(self.check_finite)),
             ("sparse", str(sorted(self.sparse))),
             ("check_parameters", str(self.check_parameters)),
         )
-
-    @property
-    def hook_name(self) -> str:
-        return self.hook.name if self.hook else "none"
 
     def terms(self, tree: Any, static: tuple[str, ...] | None = None) -> Terms:
         """Describe a tree of gradients as the ranks compare it. ``static``: its static parts, if it has lost them."""
@@ -90,7 +88,7 @@ class Rules:
     def require_sparse_paths(self, tree: Any) -> None:
         """Raise LeafError for a path in ``sparse`` that no leaf of the parameters has."""
         paths = [leaf.path for leaf in describe(tree)] if self.sparse else []
-        for path in sorted(self.sparse.difference(paths)):
+        for path in sorted(set(self.sparse).difference(paths)):
             raise LeafError(
                 f"sparse: the parameters have no leaf {path}, expected one of {', '.join(paths[:20])}"
                 f"{', ...' if len(paths) > 20 else ''}",
@@ -105,7 +103,9 @@ class Rules:
         sparse = frozenset(k for k, leaf in enumerate(terms.leaves) if self.travels_as_rows(leaf))
         walk = range(len(terms.leaves))[::-1] if order is None else order  # a guess: the last gradients come first
         groups = plan_buckets(terms.leaves, limits_of(self.bucket_cap_mb), sparse=sparse, order=walk, large_alone=True)
-        return BucketPlan(terms, terms.digest(), tuple(walk), tuple(lay_out(terms.leaves, groups, sparse)))
+        buckets = tuple(lay_out(terms.leaves, groups, sparse))
+        bucket_of = {leaf: number for number, group in enumerate(groups) for leaf in group}
+        return BucketPlan(terms, terms.digest(), tuple(walk), buckets, list(bucket_of), bucket_of)
 
 
 @dataclasses.dataclass
@@ -114,18 +114,18 @@ class Handling:
 
     Arguments:
       states: the hook's state for each bucket, replaced as buckets are reduced.
-      overwrite: whether averages may be written over the gradients.
-      act: the action that is announced to the other ranks: REDUCE or AVERAGE.
+      act: the action that is announced to the other ranks: REDUCE, whose averages are written over the gradients, or
+        AVERAGE, of gradients that a user still holds.
       joining: the kind of ``join`` block in which the step began.
     """
 
     step: int
     hook: Hook | None
     states: dict[int, Any]
-    overwrite: bool = True
-    clock: Clock = dataclasses.field(default_factory=Clock)
     act: Act = Act.REDUCE
     joining: Joining = Joining.NONE
+    started: float = dataclasses.field(default_factory=time.perf_counter)
+    spans: list[Span] = dataclasses.field(default_factory=list)
     _before: dict[int, Any] | None = dataclasses.field(default=None, init=False)
 
     def remember(self) -> None:

@@ -1,12 +1,12 @@
 """Statistics of a DataParallel: what it has reduced, and how long that took."""
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import events
 from jdistgrad.data_parallel.buckets.planning import Cap
+from jdistgrad.data_parallel.collectives.roll_call import Act
 from jdistgrad.events import Event
 
 
@@ -48,18 +48,13 @@ class Span:
     reduced: float
 
 
-@dataclasses.dataclass
-class Clock:
-    """The times of one step. ``backward``: whether its gradients are computed meanwhile."""
+def after_step(before: Statistics, plan: Any, step: Any, unused: Sequence[str], rank: int, size: int) -> Statistics:
+    """Return the statistics after one more step, and report the step to the timeline.
 
-    backward: bool = True
-    started: float = dataclasses.field(default_factory=time.perf_counter)
-    spans: list[Span] = dataclasses.field(default_factory=list)
-
-
-def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str], rank: int, size: int) -> Statistics:
-    """Return the statistics after one more step, and report the step to the timeline."""
-    computed = max((span.ready for span in clock.spans), default=clock.started)
+    Arguments:
+      step: the ``Handling`` of its gradients.
+    """
+    computed = max((span.ready for span in step.spans), default=step.started)
     updated = dataclasses.replace(
         before,
         rank=rank,
@@ -69,16 +64,16 @@ def after_step(before: Statistics, plan: Any, clock: Clock, unused: Sequence[str
         bytes_reduced=before.bytes_reduced + sum(bucket.nbytes for bucket in plan.buckets),
         order=plan.order,
         unused=tuple(unused),
-        spans=tuple(clock.spans),
+        spans=tuple(step.spans),
         bucket_sizes=tuple(bucket.nbytes for bucket in plan.buckets),
         bucket_leaves=tuple(tuple(slot.index for slot in bucket.slots) for bucket in plan.buckets),
-        compute=computed - clock.started,
-        communication=sum(span.reduced - span.met for span in clock.spans),
-        overlap=sum(max(0.0, min(span.reduced, computed) - span.met) for span in clock.spans),
-        waiting=sum(span.met - span.ready for span in clock.spans),
+        compute=computed - step.started,
+        communication=sum(span.reduced - span.met for span in step.spans),
+        overlap=sum(max(0.0, min(span.reduced, computed) - span.met) for span in step.spans),
+        waiting=sum(span.met - span.ready for span in step.spans),
     )
     if events.sink is not None and updated.spans:
-        if clock.backward:
+        if step.act is Act.REDUCE:  # else its gradients were given
             events.pass_on(Event(events.PIECE, rank, "", "backward", computed - updated.compute, computed, {}))
         for span in updated.spans:
             details = {"bytes": updated.bucket_sizes[span.bucket], "waited": span.met - span.ready}

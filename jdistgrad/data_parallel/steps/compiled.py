@@ -1,10 +1,10 @@
 """Averaging inside one compiled step: pure and synchronous, for all collectives."""
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import logging
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +14,7 @@ from jdistgrad.data_parallel.buckets.bucket import Bucket, divided, join_flat
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.collectives import Collectives
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.hooks import average as plain_average, base as hooks
+from jdistgrad.data_parallel.hooks import base as hooks
 from jdistgrad.data_parallel.reducing.settings import Rules
 from jdistgrad.data_parallel.steps.driver import Driver
 from jdistgrad.errors import CollectiveError, HookError, LeafError
@@ -32,7 +32,7 @@ class CompiledAverage:
 
     def __init__(self, collectives: Collectives, rules: Rules, driver: Driver | None):
         self._collectives, self._rules, self._driver = collectives, rules, driver
-        self._hook = rules.hook or plain_average()
+        self._hook = rules.hook or hooks.average()
 
     def initial_states(self, tree: Any) -> list[Any]:
         return [self._hook.init(bucket) for bucket in self._buckets(tree)]
@@ -61,7 +61,7 @@ class CompiledAverage:
         rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         return self._collectives.section(f"{what} of {', '.join(leaves[:3])}{rest} (plan {digest})")
 
-    def average(self, gradients: Any, what: str, *, joining: bool) -> Any:
+    def average(self, gradients: Any, what: str = "average") -> Any:
         """Return the average of a tree of gradients, with no hook state kept from step to step.
 
         Arguments:
@@ -69,7 +69,7 @@ class CompiledAverage:
         """
         rules = self._rules
         asked = {
-            "join": joining,
+            "join": self._driver is not None and self._driver.joining,
             "check_finite": rules.check_finite,
             "find_unused_parameters": rules.find_unused_parameters,
         }
@@ -81,7 +81,7 @@ class CompiledAverage:
         states = self.initial_states(gradients)
         if jax.tree.leaves(states):
             raise HookError(
-                f"the hook {self._rules.hook_name!r} has a state, and a step inside jit has nowhere to keep it. Use "
+                f"the hook {self._hook.name!r} has a state, and a step inside jit has nowhere to keep it. Use "
                 "average_gradients(hook=...), whose state is the optimizer's, or call the step from Python."
             )
         return self.average_with(gradients, states, what)[0]
@@ -91,7 +91,7 @@ class CompiledAverage:
             terms = self._rules.terms(tree)
             self._rules.require_averages(terms.leaves)
             return self._rules.plan(terms, None).buckets
-        return self._driver.buckets(tree)
+        return self._driver.plan_for(tree).buckets
 
 
 @functools.cache
@@ -129,8 +129,9 @@ def _averaged(
     summed = [all_.is_summed(gradient) for gradient in own]
     if any(summed):
         return _average_partly_summed(bucket, own, summed, hook, all_), state
-    chosen, before = (plain_average(), ()) if bucket.sparse or hook is None else (hook, state)
-    flat, after = hooks.reduce(chosen, bucket.filled(join_flat(own), all_.size), before, all_)
+    chosen, before = (hooks.average(), ()) if bucket.sparse or hook is None else (hook, state)
+    shown = dataclasses.replace(bucket, flat=join_flat(own), divisor=all_.size)
+    flat, after = hooks.reduce(chosen, shown, before, all_)
     return bucket.views(flat), state if bucket.sparse else after
 
 
@@ -154,5 +155,5 @@ def _average_partly_summed(
 def localized(collectives: Collectives, args: Args, argnums: int | Sequence[int]) -> list[Any]:
     """Return the arguments; the differentiated arguments become this rank's own: see ``Mesh.localize``."""
     numbers = argnums if isinstance(argnums, Sequence) else (argnums,)
-    chosen = {operator.index(number) % max(1, len(args)) for number in numbers}
+    chosen = {number % max(1, len(args)) for number in numbers}
     return [jax.tree.map(collectives.localize, arg) if k in chosen else arg for k, arg in enumerate(args)]

@@ -2,9 +2,8 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,37 +11,24 @@ import numpy as np
 
 from jdistgrad._compat import trace_context
 from jdistgrad.data_parallel.buckets import host_arrays
-from jdistgrad.data_parallel.buckets.bucket import Bucket
-from jdistgrad.data_parallel.buckets.leaves import describe_all, flatten, index_dimensions, is_sparse
+from jdistgrad.data_parallel.buckets.leaves import describe, flatten, index_dimensions, is_sparse
 from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.collectives.survivors import able_to_go_on
-from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.hooks.base import require_states
+from jdistgrad.data_parallel.hooks.base import Hook, require_states
 from jdistgrad.data_parallel.reducing.agreement import Terms, bit_digests
 from jdistgrad.data_parallel.reducing.averaging import require_rows
 from jdistgrad.data_parallel.reducing.reducer import Reducer, UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
-from jdistgrad.data_parallel.reducing.statistics import Clock, Statistics, after_step
-from jdistgrad.data_parallel.steps.program import LossProgram, Programs, Trace, readiness
+from jdistgrad.data_parallel.reducing.statistics import Statistics, after_step
+from jdistgrad.data_parallel.steps.program import Programs, Trace, readiness
 from jdistgrad.data_parallel.steps.reduction import Communication, Reduction
+from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
-from jdistgrad.rpc.references.handles import is_handle
-
-T = TypeVar("T")
+from jdistgrad.rpc.references.handles import is_handle, without_handles
 
 WIDE = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
-
-
-Then = Callable[[], Any]
-
-
-class Shared(NamedTuple):
-    """Which parameters any rank of a group has used."""
-
-    group: HostCollectives
-    used: np.ndarray
 
 
 class Join:
@@ -68,12 +54,6 @@ class Join:
         self.finished = True
         return self._broadcast(tree, self._shadow())
 
-    def leave(self) -> None:
-        """End a block without ``finish``: shadow the others, and broadcast nothing."""
-        if not self.finished:
-            self.finished = True
-            self._shadow()
-
 
 class Driver:
     """The steps of a rank. Every rank must make a driver, and call its methods in the same order."""
@@ -82,11 +62,10 @@ class Driver:
         adjusted = collectives.adjusted(timeout=rules.timeout, meets_in_programs=collectives.meets_in_programs)
         twin = able_to_go_on(adjusted) if goes_on else adjusted.twin()  # a channel of its own
         self._rules, self._reducer = rules, Reducer(twin, rules)
-        self._untuned = rules  # of averages: a rank may meet another kind of leaves when the others have their plan
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
         self._plans: dict[Any, BucketPlan] = {}
-        self._usage = Usage()
-        self.statistics = Statistics(hook=rules.hook_name, bucket_cap_mb=rules.bucket_cap_mb)
+        self._noted: dict[Any, list[bool]] = {}  # by structure, the parameters used by steps since the last average
+        self.statistics = Statistics(hook=rules.hook.name if rules.hook else "none", bucket_cap_mb=rules.bucket_cap_mb)
         self.used: Any = None
 
     @property
@@ -99,9 +78,12 @@ class Driver:
 
     @property
     def refuses(self) -> bool:
-        """Return whether there will be no more steps, as far as this rank knows."""
+        """Return whether there will be no more steps, as far as this rank knows: the ranks have come apart, or will.
+
+        Where the step of all ranks has failed there would be, but all say so then.
+        """
         self._thread.finish()
-        return self._reducer.refuses
+        return self._reducer.broken is not None or bool(self._reducer.announced)
 
     @property
     def joining(self) -> bool:
@@ -123,7 +105,7 @@ class Driver:
         return self._thread.run(self._reducer.mean, tree)
 
     def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
-        described, leaves = describe_all(tree), jax.tree.leaves(tree)
+        described, leaves = describe(tree, whole=False), jax.tree.leaves(tree)
         memories = list(map(host_arrays.to_host, leaves))
         terms = self._rules.terms(tree)._replace(
             leaves=tuple(one._replace(dtype=m.dtype) for one, m in zip(described, memories, strict=True))
@@ -152,35 +134,41 @@ class Driver:
             raise
 
     def _compiled(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> Any:
-        """Return the compiled step, which has a ``plan``."""
+        """Return the plan of a step, its trace, and the step in segments: with ``overlap`` one for each bucket."""
 
-        def make(traced: Trace) -> LossProgram:
-            return LossProgram(traced, self._agree_on_model(traced), overlap=overlap)
+        def make(traced: Trace) -> tuple[BucketPlan, Trace, Segmented]:
+            plan = self._agree_on_model(traced)
+            groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
+            return plan, traced, Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
 
-        return programs.find(args, kwargs, (overlap, self._rules.bucket_cap_mb), make)
+        return programs.find(args, kwargs, overlap, make)
 
     def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        plan, traced, segmented = program
 
         def compute(reduction: Reduction) -> Any:
-            return program.run(args, kwargs, reduction.launch)
+            leaves = without_handles(jax.tree.leaves((args, kwargs)))
+            return jax.tree.unflatten(traced.results, segmented(leaves, reduction.launch))
 
-        def begin() -> Reduction:
-            return self._begin(program.plan, then=self._sharing(program.structure, program.used))
+        return self._reduced(plan, traced.gradients, compute, traced.used)[:2]
 
-        with self._forgetting_usage(program.structure):
-            results, averaged, reduction = self._whole(compute, begin)
-        return results, self._end(program.plan, program.structure, averaged, reduction)
-
-    def _whole(
-        self, compute: Callable[[Reduction], T], begin: Callable[[], Reduction]
-    ) -> tuple[T, list[Any], Reduction]:
-        """Return what a function computes that launches all gradients of a reduction; the averages; the reduction.
+    def _reduced(
+        self,
+        plan: BucketPlan,
+        structure: Any,
+        compute: Callable[[Reduction], Any],
+        used: Sequence[bool] | None = None,
+        act: Act = Act.REDUCE,
+        **unusual: Any,
+    ) -> tuple[Any, Any, Handling]:
+        """Return what a function computes that launches all gradients of a reduction; their averages; their handling.
 
         If a rank dies meanwhile, all this is done again without it.
         """
         while True:
-            before = self._reducer.memory() if self.goes_on else None
-            reduction = begin()
+            before = self._reducer.step
+            handling = self._handling(plan, act, **unusual)
+            reduction = Reduction(self._reducer, self._thread, plan, handling, self._sharing(structure, used))
             try:
                 results = compute(reduction)
                 reduction.end()
@@ -191,120 +179,114 @@ class Driver:
                     reduction.abandon()
                 raise
             try:
-                return results, reduction.finish(), reduction
+                averages = reduction.finish()
             except UnfinishedError:
-                assert before is not None
-                self._reducer.put_back(before)
+                handling.put_back()
+                self._reducer.step = before
+                continue
+            except NonFiniteError:
+                self._take_noted(structure)  # nothing comes of the steps without averaging before
+                raise
+            self._note(plan, structure, handling, reduction.found)
+            return results, jax.tree.unflatten(structure, averages), handling
 
     def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step without averaging; return the value, and this rank's own gradients."""
         results: tuple[Any, Any] = programs.local(*args, **kwargs)
         if self._rules.find_unused_parameters:  # and the step has not failed
-            self._usage.note(*programs.usage(args, kwargs))
+            structure, used = programs.find(args, kwargs, "usage", lambda traced: (traced.gradients, traced.used))
+            self._noted[structure] = self._take_noted(structure, used)
         return results
 
     def average(self, gradients: Any) -> Any:
         """Return the average of a tree of gradients, which is not overwritten."""
-        plan = self._plan_for(gradients)
-        return self._average(plan, gradients, functools.partial(self._begin, plan, Act.AVERAGE))[0]
+        return self._average(gradients, self.plan_for(gradients))[0]
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
         """Return the average by a hook whose states (one for each bucket) the caller keeps, and the new states."""
-        plan = self._plan_for(gradients)
+        plan = self.plan_for(gradients)
         if hook is not None:
             require_states(hook, states, plan.buckets)
-
-        def begin(*, then: Then | None) -> Reduction:
-            return self._begin(plan, Act.AVERAGE, then=then, hook=hook, states=dict(enumerate(states)))
-
-        averages, handling = self._average(plan, gradients, begin)
+        averages, handling = self._average(gradients, plan, hook=hook, states=dict(enumerate(states)))
         return averages, [handling.states[number] for number in range(len(states))]
 
-    def _average(
-        self, plan: BucketPlan, gradients: Any, begin: Callable[..., Reduction], used: Sequence[bool] | None = None
-    ) -> tuple[Any, Handling]:
+    def _average(self, gradients: Any, plan: BucketPlan, **unusual: Any) -> tuple[Any, Handling]:
         leaves, structure = flatten(gradients)
-        then = self._sharing(structure, used)
 
         def compute(reduction: Reduction) -> None:
             reduction.launch([as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
 
-        with self._forgetting_usage(structure):
-            _, averaged, reduction = self._whole(compute, lambda: begin(then=then))
-        return self._end(plan, structure, averaged, reduction), reduction.handling
+        return self._reduced(plan, structure, compute, act=Act.AVERAGE, **unusual)[1:]
 
     def reduction(self, like: Any) -> Reduction:
-        return self._begin(self._plan_for(like))
+        plan = self.plan_for(like)
+        return Reduction(self._reducer, self._thread, plan, self._handling(plan))
 
     def abandon(self) -> None:
         """Begin the next step and give it up at once."""
         self._reducer.step += 1
         self._thread.submit(self._reducer.abandon, self._reducer.step, 0)
 
-    def buckets(self, tree: Any) -> Sequence[Bucket]:
-        return self._plan_for(tree).buckets
-
-    def _begin(self, plan: BucketPlan, act: Act = Act.REDUCE, *, then: Then | None = None, **unusual: Any) -> Reduction:
-        return Reduction(self._reducer, self._thread, plan, self._handling(plan, act, **unusual), then)
-
-    def _handling(self, plan: BucketPlan, act: Act, **unusual: Any) -> Handling:
-        """Begin the next step; return the way in which its gradients are reduced."""
+    def _handling(self, plan: BucketPlan, act: Act = Act.REDUCE, **unusual: Any) -> Handling:
         self._reducer.step += 1
         return dataclasses.replace(self._reducer.default_handling(plan, act), **unusual)
 
-    def _end(self, plan: BucketPlan, structure: Any, averaged: Sequence[Any], reduction: Reduction) -> Any:
-        self._note(plan, structure, reduction.handling.clock, reduction.found)
-        return jax.tree.unflatten(structure, averaged)
+    def _sharing(self, structure: Any, used: Sequence[bool] | None) -> Callable[[], Any] | None:
+        """Return what shares, on the thread, which parameters this rank has used; None if nobody asks.
 
-    def _sharing(self, structure: Any, used: Sequence[bool] | None) -> Then | None:
-        """Return what shares, on the thread, which parameters this rank has used; None if nobody asks."""
+        It returns the group that has shared them, and which any rank has used.
+        """
         if not self._rules.find_unused_parameters:
             return None
 
-        def share() -> Shared:
+        def share() -> tuple[HostCollectives, np.ndarray]:
             group = self._reducer.collectives  # that of the averages: a rank may die in what follows
-            return Shared(group, self._reducer.share_used(self._usage.take(structure, used)))
+            return group, self._reducer.share_used(self._take_noted(structure, used))
 
         return share
 
-    @contextlib.contextmanager
-    def _forgetting_usage(self, structure: Any) -> Iterator[None]:
-        """Open a block that averages. If that is not finite, nothing comes of the steps without averaging before."""
-        try:
-            yield
-        except NonFiniteError:
-            self._usage.take(structure)
-            raise
+    def _take_noted(self, structure: Any, used: Sequence[bool] | None = None) -> list[bool]:
+        """Return which parameters this step, if any, and the steps noted since the last average have used; forget them.
 
-    def _note(self, plan: BucketPlan, structure: Any, clock: Clock, shared: Shared | None) -> None:
-        """Update ``used`` and ``statistics`` after a step."""
+        Without any such step every parameter counts as used.
+        """
+        noted = self._noted.pop(structure, None)
+        if used is None:
+            return noted or [True] * structure.num_leaves
+        return [a or b for a, b in zip(noted or [False] * len(used), used, strict=True)]
+
+    def _note(self, plan: BucketPlan, structure: Any, handling: Handling, shared: Any) -> None:
+        """Update ``used`` and ``statistics`` after a step. ``shared``: by the function of ``_sharing``."""
+        group, used = shared or (self._reducer.collectives, None)
         unused: list[str] = []
-        group = self._reducer.collectives if shared is None else shared.group
-        if shared is not None:
-            self.used = jax.tree.unflatten(structure, shared.used.tolist())
-            unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, shared.used, strict=True) if not flag]
+        if used is not None:
+            self.used = jax.tree.unflatten(structure, used.tolist())
+            unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, used, strict=True) if not flag]
         rank, size = group.rank_at(group.rank), group.size
-        self.statistics = after_step(self.statistics, plan, clock, unused, rank, size)
+        self.statistics = after_step(self.statistics, plan, handling, unused, rank, size)
 
     # Agreement.
 
     def _agree_on_model(self, traced: Trace) -> BucketPlan:
-        like = traced.like
+        avals = traced.closed.out_avals[: traced.gradients.num_leaves]
+        like = jax.tree.unflatten(traced.gradients, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
         self._rules.require_sparse_paths(like)
         order = readiness(traced.closed, traced.gradients.num_leaves)
         digests = bit_digests(traced.parameters) if self._rules.check_parameters else None
         return self._agree(self._rules.terms(like, traced.static), order, digests)
 
-    def _plan_for(self, tree: Any) -> BucketPlan:
+    def plan_for(self, tree: Any) -> BucketPlan:
         with self._telling_failures():
             leaves, structure = flatten(tree)
             key = kind_of(leaves, structure)
             if key not in self._plans:
-                self._plans[key] = self._agree(self._untuned.terms(tree), None)
+                self._plans[key] = self._agree(self._rules.terms(tree), None)
             return self._plans[key]
 
     def _agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None = None) -> BucketPlan:
-        plan = self._thread.run(self._reducer.agree, terms, order, digests)
+        plan = self._reducer.plans.get(terms.digest())
+        if plan is None:
+            plan = self._thread.run(self._reducer.agree, terms, order, digests)
         self._rules.require_averages(plan.terms.leaves)  # only now: another rank's leaf may have been a number
         return plan
 
@@ -313,12 +295,14 @@ class Driver:
     @contextlib.contextmanager
     def join(self, joining: Joining) -> Iterator[Join]:
         join = Join(lambda: self._thread.run(self._reducer.shadow), self.broadcast)
-        before, self._reducer.joining = self._reducer.joining, joining
+        before = self._reducer.enter(joining)
         try:
             yield join
-            join.leave()
+            if not join.finished:  # it shadows the others, and broadcasts nothing
+                join.finished = True
+                self._thread.run(self._reducer.shadow)
         finally:
-            self._reducer.joining = before
+            self._reducer.enter(before)
 
 
 def as_gradient(path: str, leaf: Any) -> Any:
@@ -335,23 +319,3 @@ def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
         is_array = hasattr(leaf, "dtype") and not is_handle(leaf)
         kinds.append((leaf.shape, leaf.dtype, index_dimensions(leaf)) if is_array else type(leaf))
     return structure, trace_context(), tuple(kinds)
-
-
-class Usage:
-    """The parameters used by steps that were not averaged (``no_sync``), by the structure of their gradients."""
-
-    def __init__(self) -> None:
-        self._pending: dict[Any, list[bool]] = {}
-
-    def note(self, structure: Any, used: Sequence[bool]) -> None:
-        before = self._pending.get(structure, [False] * len(used))
-        self._pending[structure] = [a or b for a, b in zip(before, used, strict=True)]
-
-    def take(self, structure: Any, used: Sequence[bool] | None = None) -> list[bool]:
-        """Return which parameters this step, if any, and the steps noted since the last average have used; forget them.
-
-        Without any such step every parameter counts as used.
-        """
-        if used is not None:
-            self.note(structure, used)
-        return self._pending.pop(structure, None) or [True] * structure.num_leaves

@@ -32,8 +32,7 @@ from jdistgrad.data_parallel.collectives.host import HostCollectives
 from jdistgrad.data_parallel.collectives.mpi_on_device import OnDevice
 from jdistgrad.data_parallel.collectives.roll_call import Act
 from jdistgrad.data_parallel.collectives.spanning import Program, at_home, in_one_order
-from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.hooks.base import require_states
+from jdistgrad.data_parallel.hooks.base import Hook
 from jdistgrad.data_parallel.reducing.agreement import Settings
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.steps.compiled import average_buckets
@@ -91,12 +90,12 @@ class DeviceDriver(Driver):
         if self.joining:
             return super()._compiled(programs, args, kwargs, overlap=overlap)
         leaves = jax.tree.leaves((args, kwargs))
-        divided, kind = any(map(_on_several, leaves)), ("devices", self._rules.bucket_cap_mb)
+        divided = any(map(_on_several, leaves))
         if not divided:
             for leaf in leaves:
                 at_home(leaf, self._devices.device)
         make = functools.partial(self._step_of, programs, (args, kwargs), divided=divided)
-        return programs.find(args, kwargs, (*kind, divided), make, None if divided else self._devices.span)
+        return programs.find(args, kwargs, ("devices", divided), make, None if divided else self._devices.span)
 
     def _step_of(self, programs: Programs, inputs: Any, found: Trace, *, divided: bool) -> SpanningStep:
         if divided and jaxprs.ordered_effects(found.closed):
@@ -115,14 +114,10 @@ class DeviceDriver(Driver):
             return super()._taken(program, args, kwargs)
         handling = self._handling(program.plan, Act.REDUCE)
         found = self._run(program, (args, kwargs), handling)
-        if found is None:
-            return self._in_two(program, args, kwargs, handling)
-        averaged, rest = found
-        return jax.tree.unflatten(program.results, rest), averaged
-
-    def _in_two(self, program: SpanningStep, args: Args, kwargs: Kwargs, handling: Handling) -> tuple[Any, Any]:
-        """Take a step in two programs: this rank's own backward pass, then the averages."""
-        assert program.alone is not None
+        if found is not None:
+            averaged, rest = found
+            return jax.tree.unflatten(program.results, rest), averaged
+        assert program.alone is not None  # in two programs: this rank's own backward pass, then the averages
         if program.program is not None and not self._warned:
             self._warned = True
             log.warning(DIFFERENT_LOSSES)
@@ -133,33 +128,17 @@ class DeviceDriver(Driver):
 
     # Averages of given gradients.
 
-    def average(self, gradients: Any) -> Any:
-        if self._needs_host(gradients):
-            return super().average(gradients)
-        return self._average_given(gradients)
-
-    def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
-        if self._needs_host(gradients):
-            return super().average_with(gradients, hook, states)
-        if hook is not None:
-            require_states(hook, states, self.buckets(gradients))
-        current = dict(enumerate(states))
-        averaged = self._average_given(gradients, hook=hook, states=current)
-        return averaged, [current[number] for number in range(len(states))]
+    def _average(self, gradients: Any, plan: BucketPlan, **unusual: Any) -> tuple[Any, Handling]:
+        if self.joining or any(map(is_sparse, flatten(gradients)[0])):
+            return super()._average(gradients, plan, **unusual)
+        handling = self._handling(plan, Act.AVERAGE, **unusual)
+        self._thread.finish()
+        return self._averaged(gradients, plan, handling), handling
 
     def reduction(self, like: Any) -> Reduction:
         if self._rules.hook is not None:
             raise CollectiveError("reduction: over devices a hook is part of a compiled program. Use average.")
         return super().reduction(like)
-
-    def _needs_host(self, gradients: Any) -> bool:
-        return self.joining or any(map(is_sparse, flatten(gradients)[0]))
-
-    def _average_given(self, gradients: Any, **unusual: Any) -> Any:
-        plan = self._plan_for(gradients)
-        handling = self._handling(plan, Act.AVERAGE, **unusual)
-        self._thread.finish()
-        return self._averaged(gradients, plan, handling)
 
     def _averaged(
         self, gradients: Any, plan: BucketPlan, handling: Handling, used: Sequence[bool] | None = None
@@ -226,17 +205,19 @@ class DeviceDriver(Driver):
         if events.sink is not None:
             events.tell(events.PIECE, self._devices.rank, "", "step over devices", begun, arrays=results)
         if self._rules.check_finite:
-            with self._forgetting_usage(step.structure):
-                self._reducer.require_finite(plan, np.asarray(results.pop()))
+            faults = np.asarray(results.pop())  # by rank, a row with the fault of each bucket
+            if faults.any():
+                self._take_noted(step.structure)  # nothing comes of the steps without averaging before
+            for bucket in plan.buckets:
+                self._reducer.require_finite(bucket, faults[:, bucket.index].tolist())
         count, kept = len(plan.terms.leaves), len(results) - len(states)
         handling.states.update(enumerate(jax.tree.unflatten(tree, results[kept:])))
         share = self._sharing(step.structure, step.used if used is None else used)
-        self._note(plan, step.structure, handling.clock, None if share is None else self._thread.run(share))
+        self._note(plan, step.structure, handling, None if share is None else self._thread.run(share))
         return jax.tree.unflatten(step.structure, results[:count]), results[count:kept]
 
 
 def _on_several(leaf: Any) -> bool:
-    """Return whether a leaf is an array of this process that lies on several devices."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False
     return len(leaf.devices()) > 1 and leaf.is_fully_addressable
@@ -256,7 +237,6 @@ def _first_state(bucket: Bucket, hook: Hook | None) -> Any:
 
 
 def new_driver(collectives: HostCollectives, rules: Rules) -> Driver:
-    """Return the driver of a rank's steps, as its collectives need it."""
     if isinstance(collectives, Devices | OnDevice):
         return DeviceDriver(collectives, rules)
     return Driver(collectives, rules)

@@ -17,8 +17,6 @@ from jdistgrad._compat import lowered, trace_context
 from jdistgrad.data_parallel.buckets.leaves import describe, flatten, require_inexact
 from jdistgrad.data_parallel.buckets.static_parts import removed, static_parts
 from jdistgrad.data_parallel.collectives.spanning import Span
-from jdistgrad.data_parallel.reducing.settings import BucketPlan
-from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.references.handles import without_handles
@@ -40,12 +38,6 @@ class Trace(NamedTuple):
     static: tuple[str, ...]
     parameters: Sequence[Any]
 
-    @property
-    def like(self) -> Any:
-        """The shapes and dtypes of the gradients."""
-        avals = self.closed.out_avals[: self.gradients.num_leaves]
-        return jax.tree.unflatten(self.gradients, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
-
 
 def trace(
     loss: Callable[..., Any],
@@ -54,36 +46,48 @@ def trace(
     kwargs: Kwargs,
     *,
     has_aux: bool,
-    axes: Sequence[tuple[str, int]] = (),
+    span: Span | None = None,
 ) -> Trace:
     """Trace a loss's value and gradients, with jitted functions inlined.
 
     Arguments:
-      axes: mesh axes that the loss's collectives may use, with their sizes.
+      span: the devices that the loss's collectives reach; None: this rank's only.
     """
+    numbers = (argnums,) if isinstance(argnums, int) else argnums
+    if max(numbers, default=0) >= len(args):
+        raise TypeError(
+            f"value_and_grad: argnums={argnums!r} names positional arguments, of which there are {len(args)}"
+        )
+    chosen = args[argnums] if isinstance(argnums, int) else [args[k] for k in numbers]
+    require_inexact(describe(chosen), "value_and_grad")
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: dict[str, Any] = {}
 
     def program(*leaves: Any) -> list[Any]:
         args, kwargs = jax.tree.unflatten(tree, leaves)
         used: set[int] = set()
-        value, gradients = jax.value_and_grad(_probed(loss, argnums, used), argnums, has_aux)(*args, **kwargs)
+        value, gradients = jax.value_and_grad(_probed(loss, numbers, used), argnums, has_aux)(*args, **kwargs)
         found["static"] = static_parts(flatten(gradients)[1])
         flat, found["gradients"] = jax.tree.flatten(removed(gradients))
         rest, found["results"] = jax.tree.flatten(value)
         found["used"] = tuple(k in used for k in range(len(flat)))
         return [*flat, *rest]
 
-    nested = lowered(jax.make_jaxpr(program, axis_env=axes)(*leaves))
-    evaluated = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs), axis_env=axes)
-    closed = evaluated(*without_handles(leaves))
-    parameters = jax.tree.leaves([args[k] for k in ((argnums,) if isinstance(argnums, int) else argnums)])
-    return Trace(closed, found["gradients"], found["results"], found["used"], found["static"], parameters)
+    with span.tracing() if span is not None else contextlib.nullcontext():
+        axes = span.axes if span is not None else ()
+        nested = lowered(jax.make_jaxpr(program, axis_env=axes)(*leaves))
+        evaluated = jax.make_jaxpr(lambda *xs: jaxprs.evaluate(nested.jaxpr, nested.consts, xs), axis_env=axes)
+        closed = evaluated(*without_handles(leaves))
+    if any(isinstance(value, jax.core.Tracer) for value in closed.consts):
+        raise CollectiveError(
+            "value_and_grad: the loss closes over a value that jax.grad or jax.vmap is tracing around this step. "
+            "Pass it as an argument of the step."
+        )
+    return Trace(closed, **found, parameters=jax.tree.leaves(chosen))
 
 
-def _probed(loss: Callable[..., Any], argnums: int | Sequence[int], used: set[int]) -> Callable[..., Any]:
+def _probed(loss: Callable[..., Any], numbers: Sequence[int], used: set[int]) -> Callable[..., Any]:
     """Return the loss with a probe on each parameter leaf, which notes in ``used`` that it gets a cotangent."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
     @functools.wraps(loss)
     def probed(*args: Any, **kwargs: Any) -> Any:
@@ -127,35 +131,19 @@ def readiness(closed: Any, count: int) -> list[int]:
     return sorted(range(count), key=key)
 
 
-class LossProgram:
-    """A compiled step, in segments.
-
-    Arguments:
-      overlap: make a segment for each bucket.
-    """
-
-    def __init__(self, traced: Trace, plan: BucketPlan, *, overlap: bool):
-        groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-        self.plan, self.structure, self.used = plan, traced.gradients, traced.used
-        self._staged = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
-        self._results = traced.results
-
-    def run(self, args: Args, kwargs: Kwargs, computed: Callable[[list[jax.Array]], None]) -> Any:
-        """Dispatch the step, with gradients in the order of the plan's buckets; return the value, and aux if any."""
-        leaves = without_handles(jax.tree.leaves((args, kwargs)))
-        return jax.tree.unflatten(self._results, self._staged(leaves, computed))
-
-
 class Programs:
     """The compiled steps of one loss, by their kind and the shapes of the loss's arguments."""
 
     def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], *, has_aux: bool):
         self._loss, self._has_aux = loss, has_aux
-        self._argnums = (
-            tuple(map(operator.index, argnums)) if isinstance(argnums, Sequence) else operator.index(argnums)
-        )
+        self.argnums: int | tuple[int, ...]
+        if isinstance(argnums, Sequence):
+            self.argnums = tuple(map(operator.index, argnums))
+        else:
+            self.argnums = operator.index(argnums)
         self._found: dict[Any, Any] = {}
-        self.local = jax.jit(jax.value_and_grad(loss, argnums, has_aux))
+        self.differentiated = jax.value_and_grad(loss, argnums, has_aux)
+        self.local = jax.jit(self.differentiated)
 
     def find(self, args: Args, kwargs: Kwargs, kind: Any, make: Callable[[Trace], T], span: Span | None = None) -> T:
         """Return what ``make`` makes of the traced step: the same for the same kind and shapes.
@@ -166,28 +154,7 @@ class Programs:
         leaves, tree = jax.tree.flatten((args, kwargs))
         key = tree, kind, trace_context(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
-            self._found[key] = make(self._trace(args, kwargs, span))
+            traced = trace(self._loss, self.argnums, args, kwargs, has_aux=self._has_aux, span=span)
+            self._found[key] = make(traced)
         found: T = self._found[key]
         return found
-
-    def usage(self, args: Args, kwargs: Kwargs) -> tuple[Any, tuple[bool, ...]]:
-        """Return the structure of the gradients, and for each leaf whether the loss depends on it."""
-        return self.find(args, kwargs, "usage", lambda traced: (traced.gradients, traced.used))
-
-    def _trace(self, args: Args, kwargs: Kwargs, span: Span | None) -> Trace:
-        numbers = (self._argnums,) if isinstance(self._argnums, int) else self._argnums
-        if max(numbers, default=0) >= len(args):
-            raise TypeError(
-                f"value_and_grad: argnums={self._argnums!r} names positional arguments, of which there are {len(args)}"
-            )
-        chosen = args[self._argnums] if isinstance(self._argnums, int) else [args[k] for k in numbers]
-        require_inexact(describe(chosen), "value_and_grad")
-        with span.tracing() if span is not None else contextlib.nullcontext():
-            axes = span.axes if span is not None else ()
-            traced = trace(self._loss, self._argnums, args, kwargs, has_aux=self._has_aux, axes=axes)
-        if any(isinstance(value, jax.core.Tracer) for value in traced.closed.consts):
-            raise CollectiveError(
-                "value_and_grad: the loss closes over a value that jax.grad or jax.vmap is tracing around this step. "
-                "Pass it as an argument of the step."
-            )
-        return traced

@@ -5,8 +5,6 @@ The buckets are reduced by the communication thread, one for each DataParallel, 
 
 import concurrent.futures
 import contextlib
-import dataclasses
-import functools
 import queue
 import threading
 import weakref
@@ -16,9 +14,9 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import configured
-from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.host_arrays import as_set, settings
 from jdistgrad.data_parallel.buckets.leaves import index_dimensions
+from jdistgrad.data_parallel.collectives.roll_call import Act
 from jdistgrad.data_parallel.reducing.averaging import require_rows
 from jdistgrad.data_parallel.reducing.reducer import Reducer, UnfinishedError
 from jdistgrad.data_parallel.reducing.settings import BucketPlan, Handling
@@ -71,44 +69,13 @@ def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:
             del task, future, chosen, function, args
 
 
-class Launching:
-    """A pure state machine that decides when each bucket of a step is launched.
-
-    Gradients come in any order; buckets are launched strictly in the order of the plan. Launching by arrival would pair
-    different buckets on different ranks: silently wrong sums where the buckets' sizes are equal.
-    """
-
-    def __init__(self, buckets: Sequence[Bucket]):
-        self._slots = {slot.index: (bucket.index, slot) for bucket in buckets for slot in bucket.slots}
-        self._waiting = [len(bucket.slots) for bucket in buckets]
-        self._ready: set[int] = set()
-        self._next = 0
-
-    def ready(self, leaf: int) -> range:
-        """Mark a gradient as ready; return the buckets to launch now. Raise LeafError if it was ready before."""
-        bucket, slot = self._slots[leaf]
-        if leaf in self._ready:
-            raise LeafError(
-                f"the gradient of {slot.path} (leaf {leaf}, bucket {bucket}) was marked ready twice in one step. Each "
-                "gradient is reduced once: sum the parts first.",
-                path=slot.path,
-            )
-        self._ready.add(leaf)
-        self._waiting[bucket] -= 1
-        start = self._next
-        while self._next < len(self._waiting) and self._waiting[self._next] == 0:
-            self._next += 1
-        return range(start, self._next)
-
-    def missing(self) -> list[str]:
-        """Return the paths of the gradients that have not come."""
-        return [slot.path for leaf, (_, slot) in sorted(self._slots.items()) if leaf not in self._ready]
-
-
 class Reduction:
     """The reduction of one step's gradients.
 
-    Unless ``handling`` says otherwise, the gradients are overwritten: each must be an array that nobody else holds.
+    Gradients come in any order; buckets are launched strictly in the order of the plan. Launching by arrival would pair
+    different buckets on different ranks: silently wrong sums where the buckets' sizes are equal.
+
+    Unless they were given (``handling.act``), the gradients are overwritten: nobody else must hold them.
 
     Arguments:
       then: what the ranks do together as soon as they have the averages, whether or not this one still waits.
@@ -128,11 +95,9 @@ class Reduction:
         self.found: Any = None  # by ``then``
         self._gradients: list[Any] = [None] * len(plan.terms.leaves)
         self._launched: list[concurrent.futures.Future[Any]] = []
+        self._missing = [len(bucket.slots) for bucket in plan.buckets]
+        self._came: set[int] = set()  # of ``ready``
         self._failed = False
-
-    @functools.cached_property
-    def _launching(self) -> Launching:
-        return Launching(self._plan.buckets)
 
     @property
     def is_launched(self) -> bool:
@@ -148,22 +113,18 @@ class Reduction:
             own = gradients[start:end]
             in_host_memory = self.handling.hook is None and not self._plan.buckets[number].sparse
             copies = pinned.copies(own) if in_host_memory else None
-            average = functools.partial(self._average, number) if copies is None else self._averaged_copies(number, own)
-            self._launched.append(self._thread.submit(average, own if copies is None else copies))
+            places = [gradient.sharding for gradient in own] if copies is not None else None
+            self._launched.append(self._thread.submit(self._average, number, own if copies is None else copies, places))
             start = end
-
-    def _averaged_copies(self, number: int, own: Sequence[jax.Array]) -> Callable[[list[Any]], list[Any]]:
-        """Return a function that averages copies of gradients in host memory, and sends the averages to their place."""
-        places = [gradient.sharding for gradient in own]
-        return lambda copies: jax.device_put(self._average(number, copies, overwrite=True), places)
 
     def ready(self, leaf: int, gradient: Any) -> None:
         """Give the gradient of a leaf, by its place in ``jax.tree.leaves``. Leaves may come in any order."""
         self._check(leaf, gradient)
-        launched = self._launching.ready(leaf)
+        self._came.add(leaf)
         self._gradients[leaf] = gradient
-        for number in launched:
-            slots = self._plan.buckets[number].slots
+        self._missing[self._plan.bucket_of[leaf]] -= 1
+        while not self.is_launched and self._missing[len(self._launched)] == 0:
+            slots = self._plan.buckets[len(self._launched)].slots
             taken = [self._gradients[slot.index] for slot in slots]
             for slot in slots:
                 self._gradients[slot.index] = None
@@ -173,17 +134,20 @@ class Reduction:
         leaves = self._plan.terms.leaves
         if not (isinstance(leaf, int) and 0 <= leaf < len(leaves)):
             raise LeafError(f"ready: there is no leaf {leaf!r}; this tree has {len(leaves)}, counted from 0")
-        expected, sparse = leaves[leaf], index_dimensions(gradient)
-        if not isinstance(gradient, jax.Array) and not sparse:
+        if leaf in self._came:
             raise LeafError(
-                f"ready: the gradient of {expected.path} is a {type(gradient).__name__}, expected a JAX array: it is "
+                f"the gradient of {leaves[leaf].path} (leaf {leaf}) was marked ready twice in one step. Each gradient "
+                "is reduced once: sum the parts first.",
+                path=leaves[leaf].path,
+            )
+        expected, sparse, found = leaves[leaf], index_dimensions(gradient), type(gradient).__name__
+        if isinstance(gradient, jax.Array) or sparse:
+            found = str(expected._replace(shape=gradient.shape, dtype=gradient.dtype, sparse=sparse))
+        if found != str(expected):
+            raise LeafError(
+                f"ready: the gradient of {expected.path} is {found}, expected a JAX array {expected}, which is "
                 "overwritten with the average",
                 path=expected.path,
-            )
-        if (gradient.shape, gradient.dtype, sparse) != (expected.shape, expected.dtype, expected.sparse):
-            found = expected._replace(shape=gradient.shape, dtype=gradient.dtype, sparse=sparse)
-            raise LeafError(
-                f"ready: the gradient of {expected.path} is {found}, expected {expected}", path=expected.path
             )
         if sparse:
             require_rows(expected.path, gradient)
@@ -210,7 +174,7 @@ class Reduction:
           UnfinishedError: a rank has died meanwhile; begin again.
         """
         if not self.is_launched:
-            missing = self._launching.missing()
+            missing = [leaf.path for k, leaf in enumerate(self._plan.terms.leaves) if k not in self._came]
             raise LeafError(
                 f"the reduction cannot end: {len(missing)} gradients were never marked ready, first {missing[0]}. Mark "
                 "every leaf ready in every step, those that are zero too.",
@@ -232,7 +196,7 @@ class Reduction:
     def _ended(self) -> bool:
         """Return whether all ranks have the averages. If so, do what comes then."""
         errors = [error for error in (launched.exception() for launched in self._launched) if error is not None]
-        if self._reducer.votes and self._reducer.has_failed(self.handling.step):
+        if self._reducer.votes and self._reducer.failed >= self.handling.step:
             self.abandon()  # the others wait whether this error ends the rank, so it is raised before the vote
         elif self._reducer.votes and not self._reducer.vote(errors[0] if errors else None):
             return False
@@ -240,14 +204,16 @@ class Reduction:
             self.found = self._then()
         return True
 
-    def _average(self, number: int, gradients: list[Any], *, overwrite: bool | None = None) -> list[Any]:
+    def _average(self, number: int, gradients: list[Any], places: list[Any] | None) -> list[Any]:
+        """Average a bucket. ``places``: where the averages go, if the gradients are copies in host memory."""
         if self._failed:
             raise CollectiveError(f"bucket {number} was not reduced: the reduction of one before it failed")
         if number == 0:
             self.handling.remember()
-        handling = self.handling if overwrite is None else dataclasses.replace(self.handling, overwrite=overwrite)
+        overwrite = places is not None or self.handling.act is Act.REDUCE
         try:
-            return self._reducer.average(self._plan, number, gradients, handling)
+            averages = self._reducer.average(self._plan, number, gradients, self.handling, overwrite=overwrite)
+            return averages if places is None else jax.device_put(averages, places)
         except BaseException:
             self._failed = True
             self.handling.put_back()
