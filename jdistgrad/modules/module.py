@@ -1,5 +1,6 @@
 """RemoteModule, a flax module on another worker."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -97,7 +98,13 @@ def _apply_for(module: Any, args: Args) -> Apply:
     kind: Any
     is_linen_class = isinstance(module, type) and issubclass(module, linen.Module)
     if isinstance(module, linen.Module):
-        flax_modules.require_arguments(module, args)
+        try:
+            inspect.signature(type(module).__call__).bind(module, *args)
+        except TypeError as error:
+            raise TypeError(
+                f"RemoteModule: a linen module is initialized by a call, and {type(module).__name__} cannot be called "
+                f"with these {len(args)} example arguments: {error}. Pass them as in RemoteModule(to, module, (x,))"
+            ) from error
         kind, made = flax_modules.LinenApply, blueprint(module, flax_modules.take_apart)
     elif isinstance(module, type) and not is_linen_class and not issubclass(module, nnx.Module):
         raise TypeError(

@@ -142,17 +142,13 @@ def write(folder: Folder, arrays: Arrays) -> None:
         write_here(str(folder), arrays)
 
 
-class _IsNotRaisedToo(logging.Filter):
-    """Keeps out orbax's logs of its threads' tracebacks, a hundred lines: orbax raises the error too."""
+def write_here(folder: str, arrays: Arrays) -> None:
+    ocp, log = orbax(), logging.getLogger("absl")
 
-    def filter(self, record: logging.LogRecord) -> bool:
+    def is_not_raised_too(record: logging.LogRecord) -> bool:  # orbax logs its threads' tracebacks, a hundred lines
         return "_SignalingThread.run() raised" not in str(record.msg)
 
-
-def write_here(folder: str, arrays: Arrays) -> None:
-    ocp = orbax()
-    log, own = logging.getLogger("absl"), _IsNotRaisedToo()  # several workers of a process may write
-    log.addFilter(own)
+    log.addFilter(is_not_raised_too)
     try:
         with _checkpointer(use_compression=False) as files:  # random bits, as weights are, only take time to compress
             files.save(folder, args=ocp.args.PyTreeSave(arrays))
@@ -160,7 +156,7 @@ def write_here(folder: str, arrays: Arrays) -> None:
         number = SYSTEM_ERROR.search(str(error))
         raise error if number is None else OSError(int(number[1]), os.strerror(int(number[1])), folder) from error
     finally:
-        log.removeFilter(own)
+        log.removeFilter(is_not_raised_too)
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             synchronize(Folder(parent, name))
