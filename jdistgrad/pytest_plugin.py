@@ -37,10 +37,6 @@ RAISED_BEFORE = (
     "other ranks do not know. Expect what it raises inside of the body (with pytest.raises)."
 )
 
-MARK_OF_A_PARAMETER = (
-    "@pytest.mark.world on a parameter of parametrize sets no size. Mark the test, its class or its module, and take "
-    "what the size decides from world.size; or write a test for each size."
-)
 A_WORKER_OF_XDIST = (
     "under mpirun the workers of a world are the ranks, and pytest-xdist has started this process in addition: run the "
     "job's tests with -n 0, or with -p no:xdist"
@@ -154,14 +150,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             size, few = size_and_reason(min(sizes), metafunc.config)
             here = [pytest.param(size, marks=pytest.mark.skipif(bool(few), reason=few))]
         metafunc.parametrize("world_size", here, indirect=True, ids=lambda size: f"{size}-workers")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse the mark on a single parameter: the sizes of a test are parameters themselves, made before."""
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if call is not None and "world_size" in call.params and any(mark.name == "world" for mark in call.marks):
-            raise pytest.UsageError(f"{item.nodeid}: {MARK_OF_A_PARAMETER}")
 
 
 def named_sizes(mark: pytest.Mark | None, test: str) -> tuple[int, ...]:
