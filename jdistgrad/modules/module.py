@@ -65,7 +65,7 @@ class RemoteModule(RemoteFunction):
         apply = _apply_for(module, args)
         rng = int(rng) if isinstance(rng, np.integer) else rng
         parameters, state = api.rpc_sync(to, make, (apply, rng, args), timeout=timeout)
-        self._consist_of(parameters, state, apply.like(stateful=state is not None), timeout)
+        self._consist_of(parameters, state, apply_of(type(apply), apply.blueprint, state is not None, ()), timeout)
 
     def train(self, **attributes: Any) -> None:
         """Set the training mode of an nnx module as ``nnx.Module.train`` does, for calls by this object from now on.
@@ -86,7 +86,8 @@ class RemoteModule(RemoteFunction):
             )
         _, before = self.apply.mode or ("", ())
         every = {**dict(before), **attributes}  # as flax has it: what another mode does not set stays
-        self.apply = self.apply.like(stateful=self.state is not None, mode=(method, tuple(sorted(every.items()))))
+        mode = method, tuple(sorted(every.items()))
+        self.apply = apply_of(type(self.apply), self.apply.blueprint, self.state is not None, mode)
 
 
 def _apply_for(module: Any, args: Args) -> Apply:

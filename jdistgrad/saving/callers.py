@@ -4,6 +4,7 @@ The first of them, the leader, asks owners and the other callers for their parts
 """
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -26,6 +27,9 @@ from jdistgrad.saving.owners import Work, works_for
 Asked = dict[int, list[Work]]  # by the rank of the worker that does it
 
 
+_numbers = itertools.count()
+
+
 class Plan(NamedTuple):
     """What a caller tells the others: its attempt's name, the places of its leaves, and what owners do, by owner."""
 
@@ -46,7 +50,8 @@ class Job:
     """
 
     def __init__(self, what: str, trees: Any, optimizers: Any, workers: Sequence[int] | None):
-        self.what, self.rank, self.attempt = what, current_worker().rank, desk.new_attempt()
+        self.what, self.rank = what, current_worker().rank
+        self.attempt = f"{self.rank}.{next(_numbers)}"
         self._trees, self.optimizers = trees, optimizers
         self.plans: dict[int, Plan] = {}
         self.callers = workers
@@ -92,7 +97,7 @@ class Job:
             error, failure = failed, _of_kind(failed, _naming(current_worker().info, text))
         seconds = math.inf if self.plans else desk.SECONDS
         said = failure, result if everybody else None
-        told = desk.meet(self.what, said, self.callers, seconds, self.attempt)
+        told = desk.meet(self.what, self.attempt, said, self.callers, seconds)
         if error is not None:
             raise error
         for failure, _ in told.values():

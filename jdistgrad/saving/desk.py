@@ -8,7 +8,6 @@ others come to, keeps the lists: the first that is not lost.
 import concurrent.futures
 import contextlib
 import functools
-import itertools
 import math
 import threading
 import time
@@ -34,8 +33,6 @@ SECONDS = 300.0  # as long as a barrier waits
 SLACK = 60.0  # for the desk's own error to arrive
 
 Said = dict[int, Any]  # what each worker said, by rank
-
-_numbers = itertools.count()
 
 
 class Meeting:
@@ -150,21 +147,15 @@ class Desk:
                 one.said = dict.fromkeys(one.said)  # who was there; what they said may be large
 
 
-def new_attempt() -> str:
-    return f"{current_worker().rank}.{next(_numbers)}"
-
-
-def meet(
-    what: str, said: Any, workers: Sequence[int] | None = None, seconds: float = SECONDS, attempt: str = ""
-) -> Said:
+def meet(what: str, attempt: str, said: Any, workers: Sequence[int] | None, seconds: float) -> Said:
     """Wait for the other workers; return what each of them says, by rank: a barrier with values.
 
     Arguments:
       what: the name of the meeting, the same on all of them.
+      attempt: a name for this call of this worker's, the same at all stages.
       said: what this worker says.
-      workers: the ranks of those that come; default all that have not called ``shutdown``, and are not lost.
+      workers: the ranks of those that come; None: all that have not called ``shutdown``, and are not lost.
       seconds: how long to wait for them; without end for those that have come together once.
-      attempt: this worker's ``new_attempt``, at all stages of what they do.
 
     Raises:
       WorkerLostError: some worker is lost that has to come, or gives no sign of life.
@@ -179,7 +170,7 @@ def meet(
         at, others = _living()[0], _living() if workers is None else workers
         try:
             with me.watchdog.shows(what, others):
-                call = what, me.rank, attempt or new_attempt(), workers, said, seconds
+                call = what, me.rank, attempt, workers, said, seconds
                 found: Said = me.rpc_async(at, _arrived, call, {}, seconds + SLACK).result()
                 return found
         except WorkerLostError as error:

@@ -231,30 +231,6 @@ def test_ranks_that_have_no_exception_say_where_to_expect_it(user_tests):
     assert "Expect what it raises inside of the body (with pytest.raises), and skip before drive." in output
 
 
-def test_what_the_body_raised_is_the_cause_where_the_test_drives_again(user_tests):
-    output = user_tests(
-        """
-        import operator
-        import pytest
-        from hypothesis import HealthCheck, given, settings, strategies
-        import jdistgrad as jd
-
-        @settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-        @given(number=strategies.integers(0, 500))
-        def test_it(world, number):
-            def body():
-                assert jd.rpc_sync(1, operator.neg, args=(number,)) > -77, "too small"
-
-            world.drive(body)
-        """,
-        ranks=3,
-        fails=True,
-    )
-    assert "too small" in output
-    assert "the body of an earlier drive of this test raised AssertionError" in output
-    assert "is already in a world" not in output
-
-
 def test_a_test_that_waits_for_ever_is_ended_and_says_where_it_stood(user_tests):
     output = user_tests(
         """

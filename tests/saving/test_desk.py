@@ -13,11 +13,16 @@ import jdistgrad as jd
 from jdistgrad.rpc.members.watchdog import calls_package
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.rpc.worlds.stacks import waits_of
-from jdistgrad.saving.desk import Desk, hold, meet
+from jdistgrad.saving import desk as desks
+from jdistgrad.saving.desk import Desk, hold
 from jdistgrad.threads import frames
 from jdistgrad.wire.polling import poll
 
 pytestmark = pytest.mark.one_process  # the failure of one rank ends a job
+
+
+def meet(what, said=None, workers=None, seconds=60.0):
+    return desks.meet(what, f"{jd.rank()}.{what}", said, workers, seconds)
 
 
 def stack_of(thread):
@@ -69,11 +74,11 @@ def test_what_a_worker_waits_for_names_the_meeting():
         me = jd.init()
         worker = current_worker()
         if me.rank < 2:
-            threading.Thread(target=contextvars.copy_context().run, args=(meet, "a meeting", None)).start()
+            threading.Thread(target=contextvars.copy_context().run, args=(meet, "a meeting")).start()
             assert poll(lambda: any("in a meeting, with" in one for one in waits_of(worker, time.monotonic())), 60)
         jd.barrier()
         if me.rank == 2:
-            meet("a meeting", None)
+            meet("a meeting")
         jd.shutdown()
 
     jd.spawn(main, 3)
@@ -88,7 +93,7 @@ def test_who_waits_for_one_that_is_in_a_meeting_is_told_long_before_the_timeout(
         dp = jd.DataParallel(timeout=300)
         x = dp.average(jnp.ones(3))
         if me.rank == 1:
-            meet("a meeting", None)
+            meet("a meeting")
         else:
             with pytest.raises(jd.WorkerLostError, match=told):
                 dp.average(x)
@@ -121,7 +126,7 @@ def test_a_program_in_code_of_its_own_may_still_come_to_a_meeting():
 
 
 def come_to_a_meeting():
-    return sorted(meet("a meeting", jd.rank(), [1, 2], 60.0).items())
+    return sorted(meet("a meeting", jd.rank(), [1, 2]).items())
 
 
 def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later():
