@@ -20,10 +20,13 @@ if _launched() or "jax" in sys.modules:  # must be set before the program's firs
         _dispatch.provide_threads()
 
 
+FROM_TYPING = "Any", "TYPE_CHECKING"
+
+
 def _offered() -> dict[str, Any]:
     """Return the public names, with their values or, of those that are imported on demand, their modules' names."""
     exports = vars(importlib.import_module(f"{__name__}.exports"))
-    found = {name: value for name, value in exports.items() if name[0].isalpha() and name != "TYPE_CHECKING"}
+    found = {name: value for name, value in exports.items() if name[0].isalpha() and name not in FROM_TYPING}
     return found | exports["_on_demand"]
 
 

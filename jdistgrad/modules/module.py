@@ -62,10 +62,10 @@ class RemoteModule(RemoteFunction):
         timeout: float | None = None,
     ):
         args = tuple(example_args)
-        apply = _apply_for(module, args)
+        kind, made = _taken_apart(module, args)
         rng = int(rng) if isinstance(rng, np.integer) else rng
-        parameters, state = api.rpc_sync(to, make, (apply, rng, args), timeout=timeout)
-        self._consist_of(parameters, state, apply_of(type(apply), apply.blueprint, state is not None, ()), timeout)
+        parameters, state = api.rpc_sync(to, make, (apply_of(kind, made, False, ()), rng, args), timeout=timeout)  # noqa: FBT003
+        self._consist_of(parameters, state, apply_of(kind, made, state is not None, ()), timeout)
 
     def train(self, **attributes: Any) -> None:
         """Set the training mode of an nnx module as ``nnx.Module.train`` does, for calls by this object from now on.
@@ -86,12 +86,13 @@ class RemoteModule(RemoteFunction):
             )
         _, before = self.apply.mode or ("", ())
         every = {**dict(before), **attributes}  # as flax has it: what another mode does not set stays
+        kind: Any = type(self.apply)
         mode = method, tuple(sorted(every.items()))
-        self.apply = apply_of(type(self.apply), self.apply.blueprint, self.state is not None, mode)
+        self.apply = apply_of(kind, self.apply.blueprint, self.state is not None, mode)
 
 
-def _apply_for(module: Any, args: Args) -> Apply:
-    """Return the application of a module. Only here is flax imported: that is slow."""
+def _taken_apart(module: Any, args: Args) -> tuple[Any, Any]:
+    """Return how a module is applied, and its blueprint. Only here is flax imported: that is slow."""
     from flax import linen, nnx
 
     from jdistgrad.modules import flax_modules
@@ -127,4 +128,4 @@ def _apply_for(module: Any, args: Args) -> Apply:
             f"RemoteModule: a module of type {made.label} holds something that cannot be hashed ({error}), so it "
             "would be compiled for every call. Give it plain values, or write it as a jdistgrad.RemoteFunction."
         ) from error
-    return apply_of(kind, made, False, ())  # noqa: FBT003
+    return kind, made

@@ -64,7 +64,7 @@ class Desk:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._new: dict[str, Meeting] = {}  # to which not all have come once, by what they are for
         self._of: dict[str, Meeting] = {}  # by attempt
         self._owed: dict[int, tuple[set[int], Exception]] = {}  # by rank: who was there, and what they were told
@@ -110,7 +110,7 @@ class Desk:
         if apart:
             there = f"worker {min(apart[0].said.keys() & missing)} in {apart[0].what}"
             text = f"workers {sorted(meeting.said)} are in {meeting.what}, {there}. They must make the same calls."
-            self._fail([meeting, *apart], DisagreementError(text))
+            self.fail([meeting, *apart], DisagreementError(text))
 
     def close(self, meeting: Meeting) -> Said:
         """Return what all have said, who come to the next stage from now on. Raises the meeting's failure."""
@@ -123,28 +123,26 @@ class Desk:
             meeting.workers, meeting.said, meeting.end = list(said), {}, concurrent.futures.Future()
             return said
 
-    def fail(self, meeting: Meeting, error: Exception) -> None:
-        with self._lock:
-            self._fail([meeting], error)
-
     def leave(self, attempt: str, why: str | None) -> None:
         """Forget an attempt that has ended; or, if it has been left before, let its meeting fail."""
         with self._lock:
             if why is None:
                 self._of.pop(attempt, None)
             else:  # where this comes before the worker itself, the attempt has a meeting of its own, which has failed
-                self._fail([self._of.setdefault(attempt, Meeting("", ()))], CheckpointError(why))
+                self.fail([self._of.setdefault(attempt, Meeting("", ()))], CheckpointError(why))
 
-    def _fail(self, meetings: Sequence[Meeting], error: Exception) -> None:
-        here = {rank for one in meetings for rank in one.said}
-        for one in meetings:
-            if one.failure is None:
-                one.failure = error
-                one.came.set()
-                if self._new.get(one.what) is one:  # else those that have not come are found by their attempts
-                    del self._new[one.what]
-                    self._owed |= dict.fromkeys(set(one.missing) - here, (here, error))
-                one.said = dict.fromkeys(one.said)  # who was there; what they said may be large
+    def fail(self, meetings: Sequence[Meeting], error: Exception) -> None:
+        """Let meetings fail, unless they have; of those that have not come, note that they are to be told."""
+        with self._lock:
+            here = {rank for one in meetings for rank in one.said}
+            for one in meetings:
+                if one.failure is None:
+                    one.failure = error
+                    one.came.set()
+                    if self._new.get(one.what) is one:  # else those that have not come are found by their attempts
+                        del self._new[one.what]
+                        self._owed |= dict.fromkeys(set(one.missing) - here, (here, error))
+                    one.said = dict.fromkeys(one.said)  # who was there; what they said may be large
 
 
 def meet(what: str, attempt: str, said: Any, workers: Sequence[int] | None, seconds: float) -> Said:
@@ -236,7 +234,7 @@ def hold(desk: Desk, meeting: Meeting, seconds: float) -> None:
             pause = min(2 * pause, LONGEST_PAUSE)
         end.set_result(desk.close(meeting))
     except Exception as error:
-        desk.fail(meeting, error)
+        desk.fail([meeting], error)
         end.set_exception(error)
 
 

@@ -341,7 +341,3 @@ def _prepared_optimizer(reader: Reader, part: str, owned: OwnedParameters, numbe
 
 def _filled(value: Any, found: Iterator[Any]) -> Any:
     return trees.map_leaves(lambda leaf: None if leaf is None else next(found), value)
-
-
-def put_back(prepared: Callable[[], None]) -> None:
-    prepared()

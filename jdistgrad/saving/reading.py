@@ -1,5 +1,6 @@
 """The reading of a checkpoint by each caller: all of it is compared before any is put back."""
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def predecessors(
 
 
 def put_back(prepared: Prepared) -> None:
-    _, failed = call_each(owners.put_back, [(one.owner.rank, (one,)) for one in prepared])
+    _, failed = call_each(operator.call, [(one.owner.rank, (one,)) for one in prepared])
     if failed is not None:
         then = "Others may have put back theirs: restore again before you go on."
         raise_failed(*failed, f"restore: {failed[0]} could not put back its part", then)
