@@ -190,23 +190,25 @@ def run(n: int, program: Sequence[str], restarts: int = 0, *, survive: bool = Fa
     start = mpirun(n, survive=survive)
 
     def attempt(number: int) -> tuple[int, bool]:
+        ending = threading.Event()
         with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as notes:
             told = (SURVIVING if survive else {}) | environment(n) | {RESTART: str(number), launcher_env.NOTES: notes}
             as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
-            job = attend([*start, *as_killed, sys.executable, *program], env=told)
+            job = attend([*start, *as_killed, sys.executable, *program], env=told, told_to_end=ending)
+            is_ended = ending.is_set()
             called = launcher_env.notes(notes, launcher_env.CALLED)
             gave_up = min((float(text.split()[1]) for text in called.values()), default=0.0)
             # A rank that was stopped is woken when its job ends, and may call `init` then.
             late = [rank for rank in range(n) if rank not in called or float(called[rank].split()[0]) >= gave_up]
-            if job.returncode and not job.ended and called and late:  # the others wait for them inside of MPI
+            if job.returncode and not is_ended and called and late:  # the others wait for them inside of MPI
                 say(f"ranks {late} of {n} had not called init when the job ended")
             # Of a job that survives, mpirun's exit status does not tell whether it has failed.
             joined, ended = (launcher_env.notes(notes, what) for what in (launcher_env.JOINED, launcher_env.ENDED))
-            none = survive and not job.ended and bool(joined) and not ended
+            none = survive and not is_ended and bool(joined) and not ended
             if none:
                 say(f"none of the {n} ranks came to its end")
-            failed = survive and not job.ended and bool(launcher_env.notes(notes, launcher_env.FAILED))
-            return (1 if none or failed else job.returncode), job.ended
+            failed = survive and not is_ended and bool(launcher_env.notes(notes, launcher_env.FAILED))
+            return (1 if none or failed else job.returncode), is_ended
 
     return attempts(attempt, restarts)
 
@@ -238,30 +240,29 @@ def leashed(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", LEASH, str(os.getpid()), *command]
 
 
-class Attended(subprocess.CompletedProcess[Any]):
-    """A job that has ended. ``ended``: because this process was told to end."""
-
-    ended = False
-
-
 def attend(
     command: Sequence[str],
     *,
     timeout: float | None = None,
     env: Mapping[str, str] = os.environ,
+    told_to_end: threading.Event | None = None,
     **options: Any,
-) -> Attended:
+) -> subprocess.CompletedProcess[Any]:
     """Run a job's command like ``subprocess.run``, but end the job whenever and however this process ends.
 
     mpirun keeps its files in a folder that no other job has, unless the environment names one.
 
+    Arguments:
+      told_to_end: set if the job ends because this process was told to end.
+
     Raises:
       subprocess.TimeoutExpired: the job took too long, and was ended.
     """
+    told_to_end = told_to_end or threading.Event()
     with (
         tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as files,
         subprocess.Popen(leashed(command), env={SESSIONS: files, **env}, **options) as job,
-        passing_on(job) as told_to_end,
+        passing_on(job, told_to_end),
     ):
         try:
             output, errors = job.communicate(timeout=timeout)
@@ -271,20 +272,18 @@ def attend(
         except subprocess.TimeoutExpired:
             job.terminate()  # killed, it would leave its ranks behind
             raise
-        attended = Attended(command, job.returncode, output, errors)
-        attended.ended = told_to_end.is_set()
-        return attended
+        return subprocess.CompletedProcess(command, job.returncode, output, errors)
 
 
 @contextlib.contextmanager
-def passing_on(job: subprocess.Popen[Any]) -> Iterator[threading.Event]:
+def passing_on(job: subprocess.Popen[Any], told_to_end: threading.Event) -> Iterator[None]:
     """Pass signals on to the job during a block. Those that would end this process end it; else it would go on alone.
 
-    Yields an event that is set by such a signal.
+    Arguments:
+      told_to_end: set by such a signal.
     """
-    told_to_end = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield told_to_end
+        yield
         return
 
     def end(*_: Any) -> None:
@@ -295,7 +294,7 @@ def passing_on(job: subprocess.Popen[Any]) -> Iterator[threading.Event]:
     heeded = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup has it ignored
     before = {number: signal.signal(number, handlers[number]) for number in heeded}
     try:
-        yield told_to_end
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
