@@ -21,8 +21,8 @@ if me.rank == 0:
 if me.rank == 1:
     time.sleep(60)
 if me.rank == 3:
-    import ctypes
-    ctypes.PyDLL(None).sleep(8)  # holds Python's lock
+    from ctypes import PyDLL
+    while True: PyDLL(None).sleep(50)  # holds Python's lock; the question wakes it
 if me.rank == 2:
     jd.DataParallel().average(jnp.ones(3))
 """
