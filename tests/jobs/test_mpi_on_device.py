@@ -36,6 +36,7 @@ REFUSALS = """
     from jdistgrad.data_parallel.collectives import mpi_on_device
     if rank == 1:
         mpi_on_device.has_mpi4jax = lambda: False
+        mpi_on_device.refusal.cache_clear()
     try:
         jd.collectives.MPI(on_device=True)
         print("no error")
