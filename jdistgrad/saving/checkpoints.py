@@ -20,7 +20,7 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files
 from jdistgrad.saving.callers import Job, call_each, raise_failed, together
 from jdistgrad.saving.marks import replaced
-from jdistgrad.saving.owners import SHARED, HeldWork, Work, own_part, write_works
+from jdistgrad.saving.owners import Work, write_works
 from jdistgrad.saving.reading import put_back, read
 
 AnyPath = str | os.PathLike[str]
@@ -109,20 +109,21 @@ def _write(job: Job, path: pathlib.Path, step: int, keep: float) -> None:
 
 def _written(job: Job, folder: pathlib.Path, step: int) -> dict[str, Any]:
     """Let all workers write; return the entries of their parts. Waits for all of them, also if some fail."""
-    asked, callers = dict[int, list[Work | HeldWork]](), tuple(job.plans)
+    asked: dict[int, list[Work]] = {caller: [] for caller in job.plans}
     for caller, plan in job.plans.items():
         for rank, works in plan.asked.items():
             asked.setdefault(rank, []).extend(work for work in works if work.own or caller == job.leader)
-        held = asked.setdefault(caller, [])
-        held.append(HeldWork(own_part(caller), plan.attempt, own=True, callers=callers))
-        if caller == job.leader:
-            held.append(HeldWork(SHARED, plan.attempt, own=False, callers=callers))
-    arguments = [(rank, (str(folder / f"rank{rank}"), works)) for rank, works in asked.items() if works]
+    attempts, callers = {caller: plan.attempt for caller, plan in job.plans.items()}, list(job.plans)
+    arguments = [
+        (rank, (str(folder / f"rank{rank}"), works, attempts.get(rank), callers))
+        for rank, works in asked.items()
+        if works or rank in attempts
+    ]
     written, failed = call_each(write_works, arguments)
     if failed is not None:
         raise_failed(*failed, *_not_written(folder.parent, step, failed[0]))
     parts: dict[str, Any] = {}
-    for (rank, (there, _)), entries in zip(arguments, written, strict=True):
+    for (rank, (there, *_)), entries in zip(arguments, written, strict=True):
         has_files = any("at" in leaf for entry in entries.values() for leaf in entry["leaves"].values())
         if has_files and not pathlib.Path(there).is_dir():  # each machine has a disk of its own under this path
             worker, here = current_worker().directory.workers[rank], current_worker().info

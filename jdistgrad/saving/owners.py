@@ -61,40 +61,6 @@ class Work:
         return found, {"numbers": list(self.numbers), "of_number": of_number}
 
 
-@dataclasses.dataclass(frozen=True)
-class HeldWork:
-    """A part that a caller holds: leaves of its own trees, its own or all callers'.
-
-    Arguments:
-      held_as: the name under which the caller has kept its leaves.
-    """
-
-    part: str
-    held_as: str
-    own: bool
-    callers: tuple[int, ...]
-
-    def take(self) -> tuple[Part, dict[str, Any]]:
-        me = current_worker()
-        held = me.kept.get(self.held_as)
-        if held is None:
-            raise CheckpointError(f"save: {me.info} has left it before it wrote its part. Save again.")
-        found: Part = {}
-        for leaf in held:
-            if leaf.own == self.own and not leaf.is_owned:
-                found[leaf.place] = leaf.value
-            if isinstance(leaf.value, Slice) and self.own:
-                missing = sorted(set(leaf.value.group or ()) - set(self.callers))
-                if missing:
-                    raise CheckpointError(
-                        f"save: {leaf.place} is divided among the workers {list(leaf.value.group or ())}, but "
-                        f"{missing} do not save, so that it could not be restored. Nothing was saved; what was saved "
-                        "before is still there."
-                    )
-                found[leaf.place] = leaf.value.among(self.callers, me.rank)
-        return found, {}
-
-
 def works_for(leaf: Leaf, rank: int) -> list[tuple[int, Work]]:
     """Return the work that a reference or an optimizer asks of its owners; nothing of other leaves.
 
@@ -215,17 +181,44 @@ def names_in(
 # Writing.
 
 
-def write_works(folder: str, works: Sequence[Work | HeldWork]) -> dict[str, Any]:
-    """Write parts into a folder of this worker's; return the parts' entries in the manifest."""
+def write_works(folder: str, works: Sequence[Work], attempt: str | None, callers: Sequence[int]) -> dict[str, Any]:
+    """Write parts into a folder of this worker's; return the parts' entries in the manifest.
+
+    Arguments:
+      attempt: of this worker, if it is one of the callers: then it writes the parts that it holds too.
+    """
     arrays: files.Arrays = {}
     entries: dict[str, Any] = {}
-    for work in works:
-        part, more = work.take()
-        inside = "" if isinstance(work, HeldWork) else work.part
+    parts = [(work.part, work.part, *work.take()) for work in works]
+    if attempt is not None:
+        parts += [(name, "", part, {}) for name, part in _held(attempt, callers).items()]
+    for name, inside, part, more in parts:
         described = {place: _described(leaf, f"save: {inside}{place}", arrays) for place, leaf in part.items()}
-        entries[work.part] = {"folder": pathlib.Path(folder).name, "leaves": described, **more}
+        entries[name] = {"folder": pathlib.Path(folder).name, "leaves": described, **more}
     files.write(pathlib.Path(folder), arrays)
     return entries
+
+
+def _held(attempt: str, callers: Sequence[int]) -> dict[str, Part]:
+    """Return the parts that a caller holds: leaves of its trees, its own and, from the first caller, all callers'."""
+    me = current_worker()
+    if attempt not in me.kept:
+        raise CheckpointError(f"save: {me.info} has left it before it wrote its part. Save again.")
+    own: Part = {}
+    shared: Part = {}
+    for leaf in me.kept[attempt]:
+        if isinstance(leaf.value, Slice):
+            missing = sorted(set(leaf.value.group or ()) - set(callers))
+            if missing:
+                raise CheckpointError(
+                    f"save: {leaf.place} is divided among the workers {list(leaf.value.group or ())}, but {missing} do "
+                    "not save, so that it could not be restored. Nothing was saved; what was saved before is still "
+                    "there."
+                )
+            own[leaf.place] = leaf.value.among(callers, me.rank)
+        elif not leaf.is_owned:
+            (own if leaf.own else shared)[leaf.place] = leaf.value
+    return {own_part(me.rank): own, **({SHARED: shared} if me.rank == callers[0] else {})}
 
 
 def _described(leaf: Any, where: str, arrays: files.Arrays) -> Description:

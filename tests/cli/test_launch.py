@@ -90,8 +90,6 @@ def test_the_programs_arguments_are_its_own(arguments, ours, program):
     [
         (["run", "--restarts", "2", "--local", "-c", "pass"], "only threads of this one"),
         (["run", "--restarts", "-1", "-c", "pass"], "not -1"),
-        (["run", "-n", "2"], "what shall be run?"),
-        (["run", "-n", "2", "missing.py"], "there is no script 'missing.py' in"),
         (["run", "-n", "0", "-c", "pass"], "at least one rank, not 0"),
         (["run", "--hostfile", "hosts", "-n", "4", "a.py"], "--hostfile is no option of `jdistgrad run`"),
         (["run", "-H", "node0,node1", "a.py"], "mpirun --hostfile hosts -n 8 python program.py"),
