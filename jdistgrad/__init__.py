@@ -20,10 +20,13 @@ if _launched() or "jax" in sys.modules:  # must be set before the program's firs
         _dispatch.provide_threads()
 
 
+FROM_TYPING = "Any", "TYPE_CHECKING"
+
+
 def _offered() -> dict[str, Any]:
     """Return the public names, with their values or, of those that are imported on demand, their modules' names."""
     exports = vars(importlib.import_module(f"{__name__}.exports"))
-    found = {name: value for name, value in exports.items() if name[0].isalpha() and name != "TYPE_CHECKING"}
+    found = {name: value for name, value in exports.items() if name[0].isalpha() and name not in FROM_TYPING}
     return found | exports["_on_demand"]
 
 
@@ -51,12 +54,6 @@ _ELSEWHERE = {  # what PyTorch and Horovod call it: what it is called here
 }
 
 
-def _missing(name: str) -> AttributeError:
-    near = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, _offered(), n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    return AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
-
-
 if not TYPE_CHECKING:  # checkers would believe that every name exists
 
     def __getattr__(name: str) -> Any:
@@ -73,7 +70,9 @@ if not TYPE_CHECKING:  # checkers would believe that every name exists
                 value = _offered()[name]
                 found = getattr(importlib.import_module(value), name) if isinstance(value, str) else value
                 return globals().setdefault(name, found)
-            raise _missing(name)
+            near = [_ELSEWHERE[name]] if name in _ELSEWHERE else difflib.get_close_matches(name, _offered(), n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}.{hint}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

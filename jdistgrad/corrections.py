@@ -22,31 +22,17 @@ INTERNAL = {
 }  # fmt: skip
 
 
-if TYPE_CHECKING:
+def _used_by_users(owner: Any) -> list[str]:
+    """Return the names that completion shows of an object."""
+    return [name for name in object.__dir__(owner) if name not in INTERNAL]
 
-    class Corrected:
-        """An object with ``corrections``: names that other libraries have, and what to use here instead."""
 
-        corrections: ClassVar[Mapping[str, str]]
+class Corrected:
+    """An object with ``corrections``: names that other libraries have, and what to use here instead."""
 
-    class Later:
-        """An object that stands for a value that comes later."""
+    corrections: ClassVar[Mapping[str, str]] = {}
 
-    class Elsewhere:
-        """An object that stands for a value on another worker."""
-
-        owner: Any
-
-else:
-
-    def _used_by_users(owner: Any) -> list[str]:
-        """Return the names that completion shows of an object."""
-        return [name for name in object.__dir__(owner) if name not in INTERNAL]
-
-    class Corrected:
-        """An object with ``corrections``: names that other libraries have, and what to use here instead."""
-
-        corrections: ClassVar[Mapping[str, str]] = {}
+    if not TYPE_CHECKING:
         __dir__ = _used_by_users
 
         def __getattr__(self, name: str) -> Any:
@@ -54,9 +40,11 @@ else:
             text = f"a {type(self).__name__} has no {name!r}{f': {hint}.' if hint else '.'}"
             raise AttributeError(text, name=name, obj=self)
 
-    class Later:
-        """An object that stands for a value that comes later: it has none of the value's operators."""
 
+class Later:
+    """An object that stands for a value that comes later: it has none of the value's operators."""
+
+    if not TYPE_CHECKING:
         __slots__ = ()
         __array_ufunc__ = None  # NumPy leaves operators to this class
 
@@ -67,9 +55,13 @@ else:
         def __getitem__(self, key: Any) -> Any:
             raise TypeError(self._without(f"item [{key!r}]"))
 
-    class Elsewhere(Later):
-        """An object that stands for a value on another worker: it has neither the value's attributes nor operators."""
 
+class Elsewhere(Later):
+    """An object that stands for a value on another worker: it has neither the value's attributes nor operators."""
+
+    owner: Any
+
+    if not TYPE_CHECKING:
         __slots__ = ()
         __dir__ = _used_by_users
 
@@ -88,18 +80,20 @@ else:
         def __bool__(self) -> bool:  # Python would ask for the length
             return True
 
-    def _refuse_in(kind: type, method: str, what: str) -> None:
-        def refuse(self: Any, *_: Any, **__: Any) -> Any:
-            raise TypeError(self._without(what))
 
-        setattr(kind, f"__{method}__", refuse)
+def _refuse_in(kind: type, method: str, what: str) -> None:
+    def refuse(self: Any, *_: Any, **__: Any) -> Any:
+        raise TypeError(self._without(what))
 
-    for _name, _symbol in {**OPERATORS, **COMPARISONS, "neg": "-", "abs": "abs"}.items():
-        _refuse_in(Later, _name, f"operator {_symbol}")
-        if _name in OPERATORS:
-            _refuse_in(Later, f"r{_name}", f"operator {_symbol}")
-    for _name, _what in {"array": "array form", "len": "length", "float": "numeric form"}.items():
-        _refuse_in(Elsewhere, _name, _what)
+    setattr(kind, f"__{method}__", refuse)
+
+
+for _name, _symbol in {**OPERATORS, **COMPARISONS, "neg": "-", "abs": "abs"}.items():
+    _refuse_in(Later, _name, f"operator {_symbol}")
+    if _name in OPERATORS:
+        _refuse_in(Later, f"r{_name}", f"operator {_symbol}")
+for _name, _what in {"array": "array form", "len": "length", "float": "numeric form"}.items():
+    _refuse_in(Elsewhere, _name, _what)
 
 
 def needing_arguments(what: str) -> Callable[[F], F]:

@@ -61,8 +61,5 @@ class MpiEngines:
         self._cluster.stop_cluster_sync()
         self.view.client.close()
 
-    def __len__(self) -> int:
-        return len(self.view)
-
     def __repr__(self) -> str:
-        return f"MpiEngines({len(self)})"
+        return f"MpiEngines({len(self.view)})"

@@ -31,26 +31,7 @@ class Event(NamedTuple):
 Told = Event | tuple[Any, ...]  # an event; or the function that makes it, and its arguments
 Listener = Callable[[Told], None]
 
-sink: Listener | None = None
-
-_listeners: tuple[Listener, ...] = ()
-
-
-def listen(listener: Listener) -> None:
-    """Let a listener be told of every event from now on, beside those that are told already."""
-    global sink, _listeners
-    _listeners, sink = (*_listeners, listener), _tell_all
-
-
-def stop_listening(listener: Listener) -> None:
-    global sink, _listeners
-    _listeners = tuple(one for one in _listeners if one != listener)
-    sink = _tell_all if _listeners else None
-
-
-def _tell_all(told: Told) -> None:
-    for listener in _listeners:
-        listener(told)
+sink: Listener | None = None  # a listener sets it, as long as it listens: one at a time
 
 
 def tell(kind: str, rank: int, worker: str, name: str, start: float, arrays: Any = None, **details: Any) -> None:

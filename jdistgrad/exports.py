@@ -18,35 +18,7 @@ from jdistgrad.data_parallel.buckets.planning import plan_buckets as plan_bucket
 from jdistgrad.data_parallel.collectives.default import barrier as barrier
 from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
 from jdistgrad.engines import MpiEngines as MpiEngines
-from jdistgrad.errors import (
-    AlreadyInitializedError as AlreadyInitializedError,
-    CallTimeoutError as CallTimeoutError,
-    CheckpointError as CheckpointError,
-    CollectiveError as CollectiveError,
-    ContextError as ContextError,
-    DifferentiationError as DifferentiationError,
-    DisagreementError as DisagreementError,
-    DistgradError as DistgradError,
-    DuplicateNameError as DuplicateNameError,
-    EncodingError as EncodingError,
-    FunctionError as FunctionError,
-    HookError as HookError,
-    LauncherError as LauncherError,
-    LeafError as LeafError,
-    MissingRanksError as MissingRanksError,
-    NonFiniteError as NonFiniteError,
-    NotInitializedError as NotInitializedError,
-    NotOwnerError as NotOwnerError,
-    RemoteError as RemoteError,
-    ScheduleError as ScheduleError,
-    StaleReferenceError as StaleReferenceError,
-    TimelineError as TimelineError,
-    UnknownWorkerError as UnknownWorkerError,
-    WireError as WireError,
-    WorkerLostError as WorkerLostError,
-    WorldClosedError as WorldClosedError,
-    WorldError as WorldError,
-)
+from jdistgrad.errors import *  # noqa: F403
 from jdistgrad.ffi.dispatch import provide_threads as _provide_threads
 from jdistgrad.modules.function import RemoteFunction as RemoteFunction
 from jdistgrad.modules.module import RemoteModule as RemoteModule

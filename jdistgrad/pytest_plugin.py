@@ -32,15 +32,6 @@ RAISED_ELSEWHERE = (
     "If the body of world.drive raised on worker 0, only rank 0 of this job knows. Expect what it raises inside of the "
     "body (with pytest.raises), and skip before drive."
 )
-RAISED_BEFORE = (
-    "world.drive: the body of an earlier drive of this test raised {error}, and its world is still open, since the "
-    "other ranks do not know. Expect what it raises inside of the body (with pytest.raises)."
-)
-
-MARK_OF_A_PARAMETER = (
-    "@pytest.mark.world on a parameter of parametrize sets no size. Mark the test, its class or its module, and take "
-    "what the size decides from world.size; or write a test for each size."
-)
 A_WORKER_OF_XDIST = (
     "under mpirun the workers of a world are the ranks, and pytest-xdist has started this process in addition: run the "
     "job's tests with -n 0, or with -p no:xdist"
@@ -56,7 +47,6 @@ class World:
 
     def __init__(self, size: int):
         self.size = size
-        self._raised: BaseException | None = None
 
     def run(self, main: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``main`` on every worker; ``main`` calls ``init`` and ``shutdown`` itself.
@@ -79,22 +69,12 @@ class World:
 
         Returns:
           The result of ``body``; ``None`` on other ranks of an MPI job.
-
-        Raises:
-          WorldError: in an MPI job, the body of an earlier ``drive`` of the test raised: that exception is the cause.
         """
         import jdistgrad as jd
 
-        if self._raised is not None and launcher_env.launched():
-            raise jd.WorldError(RAISED_BEFORE.format(error=repr(self._raised))) from self._raised
-
         def main() -> Any:
             me = jd.init(**settings)
-            try:
-                result = body() if me.rank == 0 else None
-            except BaseException as error:
-                self._raised = error
-                raise
+            result = body() if me.rank == 0 else None
             try:
                 left = jd.shutdown()
             except jd.WorkerLostError as error:
@@ -154,14 +134,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             size, few = size_and_reason(min(sizes), metafunc.config)
             here = [pytest.param(size, marks=pytest.mark.skipif(bool(few), reason=few))]
         metafunc.parametrize("world_size", here, indirect=True, ids=lambda size: f"{size}-workers")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse the mark on a single parameter: the sizes of a test are parameters themselves, made before."""
-    for item in items:
-        call = getattr(item, "callspec", None)
-        if call is not None and "world_size" in call.params and any(mark.name == "world" for mark in call.marks):
-            raise pytest.UsageError(f"{item.nodeid}: {MARK_OF_A_PARAMETER}")
 
 
 def named_sizes(mark: pytest.Mark | None, test: str) -> tuple[int, ...]:

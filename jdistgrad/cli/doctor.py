@@ -27,13 +27,6 @@ OPTIONAL = ("mpi4py", "mpi4jax")
 Facts = dict[str, Any]  # of one process
 
 
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def mpi() -> Facts:
     """Return the facts about the MPI library behind mpi4py. Starts MPI."""
     try:
@@ -83,14 +76,14 @@ def collect() -> Facts:
     """Return all facts about this process. Every rank must call it."""
     from jdistgrad.data_parallel.collectives import mpi_on_device
 
-    found = devices()
+    found, installed = devices(), {one.name: one.version for one in importlib.metadata.distributions()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # mpi4jax warns of every jax newer than itself
         return {
             "host": socket.gethostname(),
             "launched": launcher_env.launched(),
             "python": platform.python_version(),
-            "versions": {name: version(name) for name in (*NEEDED, *OPTIONAL)},
+            "versions": {name: installed.get(name) for name in (*NEEDED, *OPTIONAL)},
             "mpi": mpi(),
             "devices": found,
             "mpi4jax": mpi4jax(),

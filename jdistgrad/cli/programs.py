@@ -14,51 +14,52 @@ import re
 import sys
 import traceback
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from jdistgrad.errors import LauncherError
 
 
-class UserProgram:
-    """A program, compiled once. The constructor sets ``sys.argv`` and ``sys.path`` as the program expects them."""
+def user_program(arguments: Sequence[str]) -> tuple[str, Callable[[], None]]:
+    """Compile a program; return its file, and a function that runs it to its end.
 
-    def __init__(self, arguments: Sequence[str]):
-        check(arguments)
-        how, *rest = arguments
-        self._spec: importlib.machinery.ModuleSpec | None = None
-        folder = ""
-        if how == "-m":
-            self._spec, self._code = find_module(rest[0])
-            self.file = str(self._spec.origin)
-            sys.argv[:] = [self.file, *rest[1:]]
-        elif how == "-c":
-            self.file, self._code = "<string>", compile(rest[0], "<string>", "exec")
-            sys.argv[:] = ["-c", *rest[1:]]
-        else:
-            self.file = os.path.abspath(how)
-            self._code = compile(pathlib.Path(how).read_bytes(), self.file, "exec")
-            sys.argv[:] = list(arguments)
-            folder = str(pathlib.Path(how).resolve().parent)
-        sys.path.insert(0, folder)
+    Sets ``sys.argv`` and ``sys.path`` as the program expects them.
+    """
+    check(arguments)
+    how, *rest = arguments
+    place: dict[str, Any] = {"__cached__": None}  # among other modules, for relative imports; a script has none
+    folder = ""
+    if how == "-m":
+        spec, code = find_module(rest[0])
+        file = str(spec.origin)
+        place = {"__package__": spec.parent, "__loader__": spec.loader, "__cached__": spec.cached, "__spec__": spec}
+        sys.argv[:] = [file, *rest[1:]]
+    elif how == "-c":
+        file, code = "<string>", compile(rest[0], "<string>", "exec")
+        sys.argv[:] = ["-c", *rest[1:]]
+    else:
+        file, folder = os.path.abspath(how), str(pathlib.Path(how).resolve().parent)
+        code = compile(pathlib.Path(how).read_bytes(), file, "exec")
+        sys.argv[:] = list(arguments)
+    sys.path.insert(0, folder)
 
-    def run(self) -> None:
-        """Run the program to its end, as ``__main__``. A ``sys.exit`` without an error counts as a normal end."""
+    def run() -> None:
+        """Run as ``__main__``. A ``sys.exit`` without an error counts as a normal end."""
         module = types.ModuleType("__main__")
-        spec = self._spec
-        place: dict[str, Any] = {"__cached__": None}  # among other modules, for relative imports; a script has none
-        if spec is not None:
-            place = {"__package__": spec.parent, "__loader__": spec.loader, "__cached__": spec.cached, "__spec__": spec}
-        module.__dict__.update(__file__=self.file, __builtins__=__builtins__, **place)
+        module.__dict__.update(__file__=file, __builtins__=__builtins__, **place)
         sys.modules["__main__"] = module  # lookups by name find the latest run's module, which is equal
         try:
-            exec(self._code, module.__dict__)
+            exec(code, module.__dict__)
         except SystemExit as end:
             if end.code not in (None, 0):
                 raise
 
+    return file, run
+
 
 INTERRUPTED = 130  # the exit status after Ctrl-C, as of shells
+NO_MODULE = "there is no module {!r} that could be run, neither installed nor in {}"
+RESTART = "JDISTGRAD_RESTART"  # in the environment of a job's ranks: how often the job has been started again
 MOST_THREADS = 256  # workers of one process: each has threads of its own, and all share Python's lock
 
 
@@ -71,7 +72,7 @@ def check(arguments: Sequence[str]) -> None:
         if not rest:
             raise LauncherError(f"{how} needs {'a module' if how == '-m' else 'code'} behind it")
         if how == "-m" and find_spec(rest[0].partition(".")[0]) is None:
-            raise no_module(rest[0])
+            raise LauncherError(NO_MODULE.format(rest[0], pathlib.Path.cwd()))
     elif re.fullmatch(r"python[\d.]*(\.exe)?", pathlib.Path(how).name):
         program = " ".join(rest) or "script.py"
         raise LauncherError(f"leave out {how!r}: every rank is run with {sys.executable}. jdistgrad run {program}")
@@ -86,7 +87,7 @@ def find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, Any]:
     if spec is not None and spec.submodule_search_locations is not None:
         spec = find_spec(f"{name}.__main__")
     if spec is None or spec.loader is None:
-        raise no_module(name)
+        raise LauncherError(NO_MODULE.format(name, pathlib.Path.cwd()))
     return spec, spec.loader.get_code(spec.name)
 
 
@@ -101,12 +102,6 @@ def find_spec(name: str) -> Any:
         return None
     finally:
         del sys.path[0]
-
-
-def no_module(name: str) -> LauncherError:
-    return LauncherError(
-        f"there is no module {name!r} that could be run, neither installed nor in {pathlib.Path.cwd()}"
-    )
 
 
 def check_workers(n: int) -> None:
@@ -136,13 +131,13 @@ def run_local(n: int, arguments: Sequence[str]) -> int:
         )
     check_workers(n)
     run_programs_where_they_are_called()
-    program = UserProgram(arguments)
+    file, program = user_program(arguments)
     try:
-        spawn(program.run, n)
+        spawn(program, n)
     except KeyboardInterrupt:
         return INTERRUPTED
     except BaseException as error:
-        return report(error, program.file)
+        return report(error, file)
     return 0
 
 
@@ -173,16 +168,18 @@ def report(error: BaseException, file: str) -> int:
     return 1
 
 
-def record(path: str, *arguments: str) -> None:
-    """Run a program as one rank of a recorded job."""
+def record(folder: str, *arguments: str) -> None:
+    """Run a program as one rank of a recorded job. What has recorded an earlier start of the job does not count."""
     from jdistgrad.observe.timeline import in_this_rank, timeline
 
-    program, recorded = UserProgram(arguments), timeline()
+    start = pathlib.Path(folder, os.environ[RESTART])
+    start.mkdir(exist_ok=True)
+    (_, program), recorded = user_program(arguments), timeline()
     try:
         with recorded:
-            program.run()
+            program()
     finally:
-        saved = in_this_rank(path)
+        saved = in_this_rank(start / "trace.json")
         torn = saved.with_suffix(".torn")  # where another rank's failure may end this one, it has no part
         recorded.save(torn)
         torn.replace(saved)

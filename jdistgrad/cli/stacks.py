@@ -29,8 +29,9 @@ def main(job: str | None, seconds: float) -> int:
     (folder / ASKED).write_text("now", encoding="utf-8")
     _wait_for(files, SIGNAL_AFTER)
     for file in files:
-        if END not in file.read_text(encoding="utf-8") and _runs(file):
-            os.kill(_process(file), signal.SIGUSR1)
+        if END not in file.read_text(encoding="utf-8") and (process := _process(file)) is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                os.kill(process, signal.SIGUSR1)
     _wait_for(files, seconds)
     for file in files:
         text = file.read_text(encoding="utf-8").replace("\0", "").rstrip()
@@ -58,26 +59,19 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
     """Return the files of a job's processes that may run; remove those of processes of this machine that ended."""
     found = []
     for file in sorted(folder.glob("rank*.txt"), key=lambda one: int(one.stem.split("-")[0][4:])):
-        if _is_here(file) and not _runs(file):
-            file.unlink(missing_ok=True)
-        else:
+        try:
+            if (process := _process(file)) is not None:
+                os.kill(process, 0)
             found.append(file)
+        except OSError:
+            file.unlink(missing_ok=True)
     return found
 
 
-def _process(file: pathlib.Path) -> int:
-    return int(file.stem.rpartition("-")[2])
-
-
-def _is_here(file: pathlib.Path) -> bool:
-    return file.stem.partition("-")[2].rpartition("-")[0] == os.uname().nodename
-
-
-def _runs(file: pathlib.Path) -> bool:
-    with contextlib.suppress(OSError):
-        os.kill(_process(file), 0)
-        return _is_here(file)
-    return False
+def _process(file: pathlib.Path) -> int | None:
+    """Return the number of the process of a file, ``rank1-machine-number.txt``; None for one of another machine."""
+    machine, _, number = file.stem.partition("-")[2].rpartition("-")
+    return int(number) if machine == os.uname().nodename else None
 
 
 def _wait_for(files: list[pathlib.Path], seconds: float) -> None:

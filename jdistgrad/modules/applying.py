@@ -49,10 +49,6 @@ class Apply(ServedFunction):
     def label(self) -> str:
         return self.blueprint.label
 
-    def like(self, *, stateful: bool, mode: Mode = ()) -> "Apply":
-        kind: Any = type(self)
-        return apply_of(kind, self.blueprint, stateful, mode)
-
     def __call__(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
         """Apply the module. A call that gets a reference to the state changes the state there."""
         if not self.stateful:

@@ -16,7 +16,7 @@ from jdistgrad.rpc.fingerprints import fingerprint
 from jdistgrad.rpc.functions import Args, describe, import_path, registered_name
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True)
 class Blueprint:
     """A call that makes an object. Arguments may be blueprints themselves.
 
@@ -27,28 +27,19 @@ class Blueprint:
     make: Callable[..., Any]
     args: Args = ()
     kwargs: tuple[tuple[str, Any], ...] = ()
+    typed: tuple[Any, ...] = dataclasses.field(init=False, repr=False)
 
-    def build(self) -> Any:
-        return _built(self, [])
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Blueprint) and self._typed == other._typed
-
-    def __hash__(self) -> int:
-        return hash(self._typed)
+    def __post_init__(self) -> None:
+        values = *self.args, *(value for _, value in self.kwargs)
+        object.__setattr__(self, "typed", tuple(map(fingerprint, values)))
 
     def __reduce__(self) -> Any:
-        return Blueprint, (self.make, self.args, self.kwargs)  # without what is cached
-
-    @functools.cached_property
-    def _typed(self) -> tuple[Any, ...]:
-        values = *self.args, *(value for _, value in self.kwargs)
-        return self.make, self.args, self.kwargs, tuple(map(fingerprint, values))
+        return Blueprint, (self.make, self.args, self.kwargs)  # there, fingerprints are others
 
     @property
     def label(self) -> str:
         if self.make is from_code:
-            return describe(self.build())
+            return describe(built(self))
         made = self.args[0] if self.make is functools.partial else self.make
         return getattr(made, "__qualname__", None) or type(made).__name__
 
@@ -103,24 +94,21 @@ def _call_for(value: Any) -> Blueprint | None:
     if isinstance(value, set):
         return Blueprint(set, (frozenset(value),))
     if isinstance(value, Mapping):
-        return Blueprint(dict_of, (tuple(value), *value.values()))
+        return Blueprint(dict, (tuple(value.items()),))
     return None
 
 
-def _built(part: Any, made: list[Any]) -> Any:
+def built(part: Any, made: list[Any] | None = None) -> Any:
     """Return an object, made or found again; add what was made to ``made``, in the order of ``Again.number``."""
+    made = [] if made is None else made
     if isinstance(part, Again):
         return made[part.number]
     if not isinstance(part, Blueprint):
         return part
-    args = [_built(one, made) for one in part.args]
-    made.append(part.make(*args, **{name: _built(one, made) for name, one in part.kwargs}))
+    args = [built(one, made) for one in part.args]
+    made.append(part.make(*args, **{name: built(one, made) for name, one in part.kwargs}))
     return made[-1]
 
 
 def tuple_of(*items: Any) -> tuple[Any, ...]:
     return items
-
-
-def dict_of(keys: tuple[Any, ...], *values: Any) -> dict[Any, Any]:
-    return dict(zip(keys, values, strict=True))

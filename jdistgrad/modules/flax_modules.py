@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +12,7 @@ from flax import linen, nnx
 from jdistgrad import jaxprs
 from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.applying import Apply, Made
-from jdistgrad.modules.blueprint import Blueprint, blueprint
+from jdistgrad.modules.blueprint import Blueprint, blueprint, built
 from jdistgrad.rpc.functions import Args, Kwargs
 
 
@@ -25,7 +24,7 @@ class LinenApply(Apply):
 
     @functools.cached_property
     def module(self) -> linen.Module:
-        return self.blueprint.build()
+        return built(self.blueprint)
 
     def init(self, rng: Any, args: Args) -> Made:
         """Initialize the module, compiled as a whole if all arguments are arrays: op by op takes twice as long."""
@@ -57,17 +56,6 @@ def take_apart(value: Any) -> Blueprint | None:
     given = [(field.name, getattr(value, field.name)) for field in fields]
     defaults = {field.name: field.default for field in fields}
     return Blueprint(type(value), (), tuple((name, one) for name, one in given if one is not defaults[name]))
-
-
-def require_arguments(module: linen.Module, args: Args) -> None:
-    """Raise TypeError if a module cannot be called with its example arguments."""
-    try:
-        inspect.signature(type(module).__call__).bind(module, *args)
-    except TypeError as error:
-        raise TypeError(
-            f"RemoteModule: a linen module is initialized by a call, and {type(module).__name__} cannot be called with "
-            f"these {len(args)} example arguments: {error}. Pass them as in RemoteModule(to, module, (x,))"
-        ) from error
 
 
 class NnxApply(Apply):
@@ -118,7 +106,7 @@ class NnxApply(Apply):
         return nnx.split(nnx.eval_shape(lambda: self._make(0)), nnx.Param, ...)
 
     def _make(self, rng: Any) -> Any:
-        return self.blueprint.build()(rngs=nnx.Rngs(rng))
+        return built(self.blueprint)(rngs=nnx.Rngs(rng))
 
 
 def _with_the_same_leaves(before: Any, after: Any, call: Callable[[Any], Any]) -> Any:

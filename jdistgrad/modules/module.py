@@ -1,5 +1,6 @@
 """RemoteModule, a flax module on another worker."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -61,10 +62,10 @@ class RemoteModule(RemoteFunction):
         timeout: float | None = None,
     ):
         args = tuple(example_args)
-        apply = _apply_for(module, args)
+        kind, made = _taken_apart(module, args)
         rng = int(rng) if isinstance(rng, np.integer) else rng
-        parameters, state = api.rpc_sync(to, make, (apply, rng, args), timeout=timeout)
-        self._consist_of(parameters, state, apply.like(stateful=state is not None), timeout)
+        parameters, state = api.rpc_sync(to, make, (apply_of(kind, made, False, ()), rng, args), timeout=timeout)  # noqa: FBT003
+        self._consist_of(parameters, state, apply_of(kind, made, state is not None, ()), timeout)
 
     def train(self, **attributes: Any) -> None:
         """Set the training mode of an nnx module as ``nnx.Module.train`` does, for calls by this object from now on.
@@ -85,11 +86,13 @@ class RemoteModule(RemoteFunction):
             )
         _, before = self.apply.mode or ("", ())
         every = {**dict(before), **attributes}  # as flax has it: what another mode does not set stays
-        self.apply = self.apply.like(stateful=self.state is not None, mode=(method, tuple(sorted(every.items()))))
+        kind: Any = type(self.apply)
+        mode = method, tuple(sorted(every.items()))
+        self.apply = apply_of(kind, self.apply.blueprint, self.state is not None, mode)
 
 
-def _apply_for(module: Any, args: Args) -> Apply:
-    """Return the application of a module. Only here is flax imported: that is slow."""
+def _taken_apart(module: Any, args: Args) -> tuple[Any, Any]:
+    """Return how a module is applied, and its blueprint. Only here is flax imported: that is slow."""
     from flax import linen, nnx
 
     from jdistgrad.modules import flax_modules
@@ -97,7 +100,13 @@ def _apply_for(module: Any, args: Args) -> Apply:
     kind: Any
     is_linen_class = isinstance(module, type) and issubclass(module, linen.Module)
     if isinstance(module, linen.Module):
-        flax_modules.require_arguments(module, args)
+        try:
+            inspect.signature(type(module).__call__).bind(module, *args)
+        except TypeError as error:
+            raise TypeError(
+                f"RemoteModule: a linen module is initialized by a call, and {type(module).__name__} cannot be called "
+                f"with these {len(args)} example arguments: {error}. Pass them as in RemoteModule(to, module, (x,))"
+            ) from error
         kind, made = flax_modules.LinenApply, blueprint(module, flax_modules.take_apart)
     elif isinstance(module, type) and not is_linen_class and not issubclass(module, nnx.Module):
         raise TypeError(
@@ -119,4 +128,4 @@ def _apply_for(module: Any, args: Args) -> Apply:
             f"RemoteModule: a module of type {made.label} holds something that cannot be hashed ({error}), so it "
             "would be compiled for every call. Give it plain values, or write it as a jdistgrad.RemoteFunction."
         ) from error
-    return apply_of(kind, made, False, ())  # noqa: FBT003
+    return kind, made

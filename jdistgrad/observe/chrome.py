@@ -44,10 +44,11 @@ def to_trace(events: Iterable[Event], *, host: str, epoch: float) -> TraceFile:
     entries = [_named("process", rank, 0, name) for rank, name in _workers(found).items()]
     for (rank, track), group in groups.items():
         lanes = beside([(event.start, event.end) for event in group])
+        base = ORDER.index(track) * LANES
         names = (track if lane == 0 else f"{track} ({lane + 1})" for lane in range(max(lanes) + 1))
-        entries += [_named("thread", rank, _tid(track, lane), name) for lane, name in enumerate(names)]
+        entries += [_named("thread", rank, base + lane, name) for lane, name in enumerate(names)]
         for event, lane in zip(group, lanes, strict=True):
-            entries += _entries(event, _tid(track, lane))
+            entries += _entries(event, base + lane)
     clock = {"host": host, "epoch": epoch, "ranks": sorted(_workers(found))}
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"jdistgrad": clock}}
 
@@ -123,10 +124,6 @@ def _workers(events: Iterable[Event]) -> dict[int, str]:
     for event in events:
         names.setdefault(event.rank, {}).update({event.worker: None} if event.worker else {})
     return {rank: ", ".join(mine) or f"rank {rank}" for rank, mine in sorted(names.items())}
-
-
-def _tid(track: str, lane: int) -> int:
-    return ORDER.index(track) * LANES + lane
 
 
 def _named(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:

@@ -17,8 +17,6 @@ from jdistgrad.wire import launcher_env
 
 WAITERS = 8
 
-_recording = False
-
 
 def timeline(path: str | os.PathLike[str] | None = None) -> "Timeline":
     """Record the events of each worker in a block: calls, served calls, pullbacks, pieces of ``jit``, buckets.
@@ -55,8 +53,7 @@ class Timeline:
         self._epoch = time.time() - time.monotonic()
 
     def __enter__(self) -> "Timeline":
-        global _recording
-        if _recording:
+        if events.sink is not None:
             raise TimelineError(
                 "a timeline is being recorded in this process already, of all its workers: by another block, on any of "
                 "them, or by `jdistgrad run --timeline`. Record one at a time."
@@ -64,14 +61,11 @@ class Timeline:
         if self._path is not None:
             chrome.check_writable(in_this_rank(self._path))
         self._waiters = concurrent.futures.ThreadPoolExecutor(WAITERS, "jdistgrad-timeline")
-        _recording = True
-        events.listen(self._record)
+        events.sink = self._record
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        global _recording
-        events.stop_listening(self._record)
-        _recording = False
+        events.sink = None
         self._waiters.shutdown(wait=True)
         if self._path is not None:
             path = in_this_rank(self._path)

@@ -5,31 +5,29 @@ The first of them, the leader, asks owners and the other callers for their parts
 
 import contextlib
 import itertools
-import pathlib
-import threading
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import CheckpointError, DisagreementError, DistgradError, WorkerLostError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args
-from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import desk
 from jdistgrad.saving.marks import Leaf, PerWorker, leaves_of, require_different
 from jdistgrad.saving.owners import Work, works_for
 
-_numbers = itertools.count()
-
 Asked = dict[int, list[Work]]  # by the rank of the worker that does it
+
+
+_numbers = itertools.count()
 
 
 class Plan(NamedTuple):
@@ -45,22 +43,21 @@ class Job:
 
     Attributes:
       what: the call, for messages.
-      attempt: a name for this call of this worker.
+      attempt: the name of this worker's call at the desk.
       of_trees, leaves: the leaves of the trees; and those of the optimizers too.
       plans: those of all callers, by rank.
-      callers: the ranks of those that call together.
+      callers: the ranks of those that call together; None as long as it is not known.
     """
 
     def __init__(self, what: str, trees: Any, optimizers: Any, workers: Sequence[int] | None):
         self.what, self.rank = what, current_worker().rank
         self.attempt = f"{self.rank}.{next(_numbers)}"
-        self._workers, self._parts = workers, 0
+        self._trees, self.optimizers = trees, optimizers
         self.plans: dict[int, Plan] = {}
-        self.callers: list[int] = []
+        self.callers = workers
         self.leader, self.leads = -1, False
         self.of_trees: list[Leaf] = []
         self.leaves: list[Leaf] = []
-        self._trees, self.optimizers = trees, optimizers
 
     def meet(self) -> None:
         """Wait for the other callers. Raises DisagreementError if they have different trees."""
@@ -80,12 +77,11 @@ class Job:
         self.of_trees = list(leaves_of(self._trees, "trees"))
         self.leaves = [*self.of_trees, *leaves_of(self.optimizers, "optimizers")]
         require_different(leaf.place for leaf in self.leaves)
-        world.keep(self.attempt, self.leaves)
+        current_worker().kept[self.attempt] = self.leaves
         asked: Asked = {}
         for leaf in self.leaves:
-            if leaf.is_owned:
-                for rank, work in works_for(leaf, self.rank):
-                    asked.setdefault(rank, []).append(work)
+            for rank, work in works_for(leaf, self.rank):
+                asked.setdefault(rank, []).append(work)
         return Plan(self.attempt, [leaf.place for leaf in self.leaves], asked)
 
     def agree(self, act: Callable[[], Any], *, everybody: bool = False) -> Any:
@@ -99,7 +95,9 @@ class Job:
         except Exception as failed:
             text = str(failed) if isinstance(failed, DistgradError) else in_short(failed)
             error, failure = failed, _of_kind(failed, _naming(current_worker().info, text))
-        told = self._told((failure, result if everybody else None))
+        seconds = math.inf if self.plans else desk.SECONDS
+        said = failure, result if everybody else None
+        told = desk.meet(self.what, self.attempt, said, self.callers, seconds)
         if error is not None:
             raise error
         for failure, _ in told.values():
@@ -107,45 +105,32 @@ class Job:
                 raise failure
         return {rank: one for rank, (_, one) in told.items()} if everybody else result
 
-    def _told(self, said: Any) -> desk.Said:
-        """Return what all callers say. At the first meeting it turns out who they are."""
-        if not self.plans:
-            return desk.meet(self.what, said, self._workers, mine=self.attempt)
-        self._parts += 1
-        of_all = frozenset(one.attempt for one in self.plans.values())
-        what = f"{self.what}, part {self._parts}"
-        return desk.meet(what, said, self.callers, float("inf"), self.attempt, of_all)
-
 
 def call_each(
-    function: Callable[..., Any],
-    arguments: Sequence[tuple[int, Args]],
-    in_words: Callable[[WorkerInfo, str], str],
-) -> list[Any]:
-    """Call a function on workers, each with its own arguments; return the results. Waits for all, also if some fail.
+    function: Callable[..., Any], arguments: Sequence[tuple[int, Args]]
+) -> tuple[list[Any], tuple[WorkerInfo, BaseException] | None]:
+    """Call a function on workers, by rank, each with its own arguments; return the results, and the first failure.
 
-    Arguments:
-      arguments: the rank of a worker, and its arguments.
-      in_words: returns the text of the error for a worker whose call failed, and the reason.
-
-    Raises:
-      CheckpointError: a call failed.
-      WorkerLostError: it failed because a worker is lost.
+    Waits for all, also if some fail: none writes any more then.
     """
-    futures, failures = dict[int, CallFuture[Any]](), dict[int, BaseException]()
-    for number, (rank, args) in enumerate(arguments):
+    workers, asked = current_worker().directory.workers, []
+    failed: tuple[WorkerInfo, BaseException] | None = None
+    for rank, args in arguments:
         try:
-            futures[number] = api.rpc_async(rank, function, args, timeout=float("inf"))
+            asked.append((rank, api.rpc_async(rank, function, args, timeout=math.inf)))
         except DistgradError as error:
-            failures[number] = error
-    failures |= {number: why for number, future in futures.items() if (why := future.exception()) is not None}
-    if failures:
-        number = min(failures)
-        raise_failed(current_worker().directory.workers[arguments[number][0]], failures[number], in_words)
-    return [future.result() for future in futures.values()]
+            failed = failed or (workers[rank], error)
+    results = []
+    for rank, future in asked:
+        why = future.exception()
+        if why is None:
+            results.append(future.result())
+        else:
+            failed = failed or (workers[rank], why)
+    return results, failed
 
 
-def raise_failed(worker: WorkerInfo, failure: BaseException, in_words: Callable[[WorkerInfo, str], str]) -> NoReturn:
+def raise_failed(worker: WorkerInfo, failure: BaseException, what: str, then: str) -> NoReturn:
     """Raise what has failed on a worker: an error of a checkpoint in its own words, any other in these."""
     if isinstance(failure, CheckpointError):
         text = str(failure) if worker.rank == current_worker().rank else _naming(worker, str(failure))
@@ -153,7 +138,7 @@ def raise_failed(worker: WorkerInfo, failure: BaseException, in_words: Callable[
     why = in_short(failure)
     if isinstance(failure, WorkerLostError) and failure.worker is not None:
         why = current_worker().peers.lost.get(failure.worker.rank, why)
-    raise _of_kind(failure, in_words(worker, why)) from failure
+    raise _of_kind(failure, f"{what}: {why}. {then}") from failure
 
 
 def _of_kind(error: BaseException, text: str) -> DistgradError:
@@ -168,9 +153,7 @@ def _naming(worker: WorkerInfo, text: str) -> str:
 
 
 @contextlib.contextmanager
-def together(
-    what: str, folder: pathlib.Path, trees: Any, optimizers: Any, workers: Sequence[int] | None
-) -> Iterator[Job]:
+def together(what: str, trees: Any, optimizers: Any, workers: Sequence[int] | None) -> Iterator[Job]:
     """Wait for the others that call this, and open a block in which they do it together."""
     if not trace_state_clean():
         raise CheckpointError(f"{what} inside a transformation of JAX's would run while it is traced: call it outside")
@@ -187,17 +170,16 @@ def together(
         raise CheckpointError(f"{what} on {me.info}: workers={chosen} does not name this worker")
     if chosen is not None:  # other workers may do the same at the same time, in meetings of their own
         what = f"{what} with workers={chosen}"
-    job = Job(what, trees, optimizers, chosen)
-    # A save removes what it finds half written in its folder, so it waits for one that another thread has begun.
-    alone: threading.Lock = me.kept.setdefault(f"saves in {folder}", threading.Lock())
-    with alone, within(None):  # the calls belong to no context that may be open
+    job, why = Job(what, trees, optimizers, chosen), None
+    with within(None):  # the calls belong to no context that may be open
         try:
             job.meet()
             yield job
         except BaseException as error:
             if not isinstance(error, DistgradError):  # which the others know
                 name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-                desk.leave(job.attempt, f"{what}: {name} has ended it on {me.info}. Call it again on every worker.")
+                why = f"{what}: {name} has ended it on {me.info}. Call it again on every worker."
             raise
         finally:
-            world.forget(job.attempt)
+            me.kept.pop(job.attempt, None)
+            desk.leave(job.attempt, why)

@@ -5,7 +5,6 @@ alike are the leader's part; leaves that each has for itself, a part of each. A 
 owner keeps of an optimizer.
 """
 
-import functools
 import operator
 import os
 import pathlib
@@ -17,12 +16,11 @@ from typing import Any
 
 from jdistgrad.errors import CheckpointError, WorkerLostError
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files
-from jdistgrad.saving.callers import Job, call_each, together
+from jdistgrad.saving.callers import Job, call_each, raise_failed, together
 from jdistgrad.saving.marks import replaced
-from jdistgrad.saving.owners import SHARED, HeldWork, Work, own_part, write_works
+from jdistgrad.saving.owners import Work, write_works
 from jdistgrad.saving.reading import put_back, read
 
 AnyPath = str | os.PathLike[str]
@@ -81,7 +79,7 @@ def save(
     if not keep >= 1:
         raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
     folder = _folder("save", path)
-    with together(f"save({str(path)!r}, {number})", folder, trees, optimizers, workers) as job:
+    with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
         job.agree(lambda: _write(job, folder, number, keep) if job.leads else None)
 
 
@@ -92,8 +90,8 @@ _writing: dict[pathlib.Path, threading.Lock] = {}
 def _write(job: Job, path: pathlib.Path, step: int, keep: float) -> None:
     """Write a checkpoint. If that fails anywhere, nothing of it is left."""
     files.orbax()
-    who = {"workers": job.callers, "size": current_worker().size}
-    manifest = {"format": FORMAT, "step": step, **who, "places": job.plans[job.leader].places}
+    manifest: dict[str, Any] = {"format": FORMAT, "step": step, "places": job.plans[job.leader].places}
+    manifest |= {"workers": list(job.plans), "size": current_worker().size}
     with _writing.setdefault(path, threading.Lock()):
         try:
             folder = files.begin(path, step)
@@ -105,24 +103,27 @@ def _write(job: Job, path: pathlib.Path, step: int, keep: float) -> None:
         except WorkerLostError:  # an OSError too
             raise
         except OSError as error:
-            raise CheckpointError(_not_written(path, step, current_worker().info, in_short(error))) from error
+            raise_failed(current_worker().info, error, *_not_written(path, step, current_worker().info))
         files.remove_all_but(path, keep)
 
 
 def _written(job: Job, folder: pathlib.Path, step: int) -> dict[str, Any]:
     """Let all workers write; return the entries of their parts. Waits for all of them, also if some fail."""
-    asked, callers = dict[int, list[Work | HeldWork]](), tuple(job.callers)
+    asked: dict[int, list[Work]] = {caller: [] for caller in job.plans}
     for caller, plan in job.plans.items():
         for rank, works in plan.asked.items():
             asked.setdefault(rank, []).extend(work for work in works if work.own or caller == job.leader)
-        held = asked.setdefault(caller, [])
-        held.append(HeldWork(own_part(caller), plan.attempt, own=True, callers=callers))
-        if caller == job.leader:
-            held.append(HeldWork(SHARED, plan.attempt, own=False, callers=callers))
-    arguments = [(rank, (str(folder / f"rank{rank}"), works)) for rank, works in asked.items() if works]
-    written = call_each(write_works, arguments, functools.partial(_not_written, folder.parent, step))
+    attempts, callers = {caller: plan.attempt for caller, plan in job.plans.items()}, list(job.plans)
+    arguments = [
+        (rank, (str(folder / f"rank{rank}"), works, attempts.get(rank), callers))
+        for rank, works in asked.items()
+        if works or rank in attempts
+    ]
+    written, failed = call_each(write_works, arguments)
+    if failed is not None:
+        raise_failed(*failed, *_not_written(folder.parent, step, failed[0]))
     parts: dict[str, Any] = {}
-    for (rank, (there, _)), entries in zip(arguments, written, strict=True):
+    for (rank, (there, *_)), entries in zip(arguments, written, strict=True):
         has_files = any("at" in leaf for entry in entries.values() for leaf in entry["leaves"].values())
         if has_files and not pathlib.Path(there).is_dir():  # each machine has a disk of its own under this path
             worker, here = current_worker().directory.workers[rank], current_worker().info
@@ -133,10 +134,11 @@ def _written(job: Job, folder: pathlib.Path, step: int) -> dict[str, Any]:
     return parts
 
 
-def _not_written(path: pathlib.Path, step: int, worker: WorkerInfo, why: str) -> str:
+def _not_written(path: pathlib.Path, step: int, worker: WorkerInfo) -> tuple[str, str]:
+    """Return what has failed, and what is left."""
     there = files.complete(path)
-    left = f"The checkpoint of step {there[-1][0]} is still complete" if there else "There is no other checkpoint"
-    return f"save: {worker} could not write its part of step {step} in {path}: {why}. {left}."
+    left = f"The checkpoint of step {there[-1][0]} is still complete." if there else "There is no other checkpoint."
+    return f"save: {worker} could not write its part of step {step} in {path}", left
 
 
 def restore(
@@ -172,7 +174,7 @@ def restore(
     folder = _folder("restore", path)
     files.orbax()
     asked = "" if number is None else f", step={number}"
-    with together(f"restore({str(path)!r}{asked})", folder, trees, optimizers, workers) as job:
+    with together(f"restore({str(path)!r}{asked})", trees, optimizers, workers) as job:
         chosen = job.agree(lambda: _chosen(folder, number) if job.leads else None, everybody=True)[job.leader]
         if chosen is None:
             return 0, replaced(trees, iter([leaf.given for leaf in job.of_trees]))

@@ -8,9 +8,10 @@ others come to, keeps the lists: the first that is not lost.
 import concurrent.futures
 import contextlib
 import functools
+import math
 import threading
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad.data_parallel.collectives import world
@@ -32,18 +33,20 @@ SECONDS = 300.0  # as long as a barrier waits
 SLACK = 60.0  # for the desk's own error to arrive
 
 Said = dict[int, Any]  # what each worker said, by rank
-Attempts = frozenset[str]  # at a save or restore: each worker's has a name of its own
-
-_making = threading.Lock()
 
 
 class Meeting:
-    """A meeting that workers come to. ``workers``: those that must come; None: all that do not merely serve."""
+    """Those that save or restore together. They come once to find each other, and again after each stage.
 
-    def __init__(self, what: str, workers: Sequence[int] | None, of_all: Attempts):
-        self.what, self.workers, self.key = what, workers, (what, of_all)
+    Attributes:
+      workers: those that must come. None, until all have come once: all that do not merely serve.
+      said: what those say that have come this time.
+      end: what all say, when all have come this time.
+    """
+
+    def __init__(self, what: str, workers: Sequence[int] | None):
+        self.what, self.workers = what, workers
         self.said: Said = {}
-        self.attempts = of_all  # and of those that have come
         self.came = threading.Event()
         self.failure: Exception | None = None
         self.end: concurrent.futures.Future[Said] = concurrent.futures.Future()
@@ -55,110 +58,102 @@ class Meeting:
 
 
 class Desk:
-    """The open meetings of a world; who has still to be told of one that failed; and the attempts that were ended."""
+    """The meetings of a world, and who has still to be told of one that failed.
+
+    A worker's call has a name of its own, its attempt, by which it is found in the meeting that it has come to.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._open: dict[tuple[str, Attempts], Meeting] = {}
-        self._owed: dict[int, list[tuple[Meeting, Exception]]] = {}
-        self._ended: dict[str, str] = {}
+        self._lock = threading.RLock()
+        self._new: dict[str, Meeting] = {}  # to which not all have come once, by what they are for
+        self._of: dict[str, Meeting] = {}  # by attempt
+        self._owed: dict[int, tuple[set[int], Exception]] = {}  # by rank: who was there, and what they were told
 
     def arrive(
-        self, what: str, rank: int, workers: Sequence[int] | None, said: Any, mine: str, of_all: Attempts = frozenset()
-    ) -> tuple[Meeting, bool]:
-        """Let a worker come to a meeting; return the meeting, and whether the worker is the first there.
+        self, what: str, rank: int, attempt: str, workers: Sequence[int] | None, said: Any
+    ) -> tuple[Meeting, concurrent.futures.Future[Said], bool]:
+        """Let a worker come to a meeting; return the meeting, its end, and whether the worker is the first there.
 
-        A worker that comes too late to a meeting that failed is told so, unless the others have come again: otherwise
-        it might hold a meeting without them.
-
-        Arguments:
-          mine, of_all: the name of this worker's attempt; and the names of all, as soon as they are known.
-        """
-        with self._lock:
-            first = (what, of_all) not in self._open
-            if first and any(missed.what == what for missed, _ in self._owed.get(rank, ())):
-                raise next(error for missed, error in self._owed.pop(rank) if missed.what == what)
-            for one in self._ended.keys() & {mine, *of_all}:
-                raise CheckpointError(self._ended[one])
-            meeting = self._open.setdefault((what, of_all), Meeting(what, workers, of_all))
-            meeting.said[rank] = said
-            meeting.attempts |= {mine}
-            meeting.came.set()
-            return meeting, first
-
-    def close(self, meeting: Meeting) -> None:
-        """Close a meeting to which all have come. Raises its failure if it has failed meanwhile.
+        A worker that has missed a meeting that failed is told so, unless the others have come again: otherwise it might
+        hold a meeting without them.
 
         Raises:
-          DisagreementError: a worker has missed a meeting that failed, and those that were there do not come any more.
+          DisagreementError: workers that are missing here wait elsewhere for some of these, who are told too.
         """
+        with self._lock:
+            meeting = self._of.get(attempt) or self._new.get(what)
+            if meeting is None:
+                meeting = Meeting(what, workers)
+                were_there, why = self._owed.get(rank, (set(), None))
+                if why is not None and were_there & set(meeting.missing):
+                    del self._owed[rank]
+                    raise why
+                self._new[what] = meeting
+            if meeting.failure is None:
+                first = not meeting.said
+                self._of[attempt] = meeting
+                self._owed.pop(rank, None)
+                meeting.said[rank] = said
+                meeting.came.set()
+                self._compare(meeting)
+            if meeting.failure is not None:
+                raise meeting.failure
+            return meeting, meeting.end, first
+
+    def _compare(self, meeting: Meeting) -> None:
+        missing = set(meeting.missing)
+        apart = [
+            other
+            for other in {*self._new.values(), *self._of.values()} - {meeting}
+            if other.failure is None and other.said.keys() & missing and set(other.missing) & meeting.said.keys()
+        ]
+        if apart:
+            there = f"worker {min(apart[0].said.keys() & missing)} in {apart[0].what}"
+            text = f"workers {sorted(meeting.said)} are in {meeting.what}, {there}. They must make the same calls."
+            self.fail([meeting, *apart], DisagreementError(text))
+
+    def close(self, meeting: Meeting) -> Said:
+        """Return what all have said, who come to the next stage from now on. Raises the meeting's failure."""
         with self._lock:
             if meeting.failure is not None:
                 raise meeting.failure
-            owed = [(rank, missed) for rank in meeting.said for missed, _ in self._owed.pop(rank, ())]
-            for rank, missed in owed:
-                if not missed.said.keys() <= meeting.said.keys():
-                    raise DisagreementError(
-                        f"worker {rank}, which is in {meeting.what}, did not come to {missed.what}, where workers "
-                        f"{sorted(missed.said)} were. They must make the same calls."
-                    )
-            del self._open[meeting.key]
+            if self._new.get(meeting.what) is meeting:
+                del self._new[meeting.what]
+            said = dict(sorted(meeting.said.items()))
+            meeting.workers, meeting.said, meeting.end = list(said), {}, concurrent.futures.Future()
+            return said
 
-    def fail(self, meeting: Meeting, error: Exception) -> None:
-        """Let a meeting fail, unless it has."""
+    def leave(self, attempt: str, why: str | None) -> None:
+        """Forget an attempt that has ended; or, if it has been left before, let its meeting fail."""
         with self._lock:
-            if meeting.failure is None:
-                self._fail([meeting], error)
+            if why is None:
+                self._of.pop(attempt, None)
+            else:  # where this comes before the worker itself, the attempt has a meeting of its own, which has failed
+                self.fail([self._of.setdefault(attempt, Meeting("", ()))], CheckpointError(why))
 
-    def compare(self, meeting: Meeting, missing: Collection[int]) -> None:
-        """Let meetings fail if workers that are missing here wait elsewhere for some of these."""
+    def fail(self, meetings: Sequence[Meeting], error: Exception) -> None:
+        """Let meetings fail, unless they have; of those that have not come, note that they are to be told."""
         with self._lock:
-            apart = [
-                other
-                for other in self._open.values()
-                if other is not meeting
-                and other.said.keys() & set(missing)
-                and set(other.missing) & meeting.said.keys()
-            ]
-            if apart and meeting.failure is None:
-                there = f"worker {min(apart[0].said.keys() & set(missing))} in {apart[0].what}"
-                text = f"workers {sorted(meeting.said)} are in {meeting.what}, {there}. They must make the same calls."
-                self._fail([meeting, *apart], DisagreementError(text))
-
-    def leave(self, attempt: str, why: str) -> None:
-        """Let the meetings of an attempt fail: its worker has left it."""
-        with self._lock:
-            self._ended[attempt] = why
-            left = [one for one in self._open.values() if attempt in one.attempts]
-            self._fail(left, CheckpointError(why))
-
-    def _fail(self, meetings: Sequence[Meeting], error: Exception) -> None:
-        here = {rank for one in meetings for rank in one.said}
-        for one in meetings:
-            one.failure = error
-            del self._open[one.key]
-            one.came.set()
-            if not one.key[1]:  # else those that have not come find out by the names of the attempts
-                for rank in set(one.missing) - here:
-                    self._owed.setdefault(rank, []).append((one, error))
-            one.said = dict.fromkeys(one.said)  # who was there; what they said may be large
+            here = {rank for one in meetings for rank in one.said}
+            for one in meetings:
+                if one.failure is None:
+                    one.failure = error
+                    one.came.set()
+                    if self._new.get(one.what) is one:  # else those that have not come are found by their attempts
+                        del self._new[one.what]
+                        self._owed |= dict.fromkeys(set(one.missing) - here, (here, error))
+                    one.said = dict.fromkeys(one.said)  # who was there; what they said may be large
 
 
-def meet(
-    what: str,
-    said: Any,
-    workers: Sequence[int] | None = None,
-    seconds: float = SECONDS,
-    mine: str = "",
-    of_all: Attempts = frozenset(),
-) -> Said:
+def meet(what: str, attempt: str, said: Any, workers: Sequence[int] | None, seconds: float) -> Said:
     """Wait for the other workers; return what each of them says, by rank: a barrier with values.
 
     Arguments:
       what: the name of the meeting, the same on all of them.
+      attempt: a name for this call of this worker's, the same at all stages.
       said: what this worker says.
-      workers: the ranks of those that come; default all that have not called ``shutdown``, and are not lost.
-      mine, of_all: as in ``Desk.arrive``.
+      workers: the ranks of those that come; None: all that have not called ``shutdown``, and are not lost.
+      seconds: how long to wait for them; without end for those that have come together once.
 
     Raises:
       WorkerLostError: some worker is lost that has to come, or gives no sign of life.
@@ -174,20 +169,23 @@ def meet(
         try:
             entry = world.CollectiveEntry(what, what, 0, by_calls=True)
             with world.WatchedBlock(me, entry, others, blocking=False):
-                call = what, me.rank, workers, said, seconds, mine, of_all
+                call = what, me.rank, attempt, workers, said, seconds
                 found: Said = me.rpc_async(at, _arrived, call, {}, seconds + SLACK).result()
                 return found
         except WorkerLostError as error:
-            if me.survives and error.worker == me.directory.workers[at]:
-                poll(
-                    functools.partial(me.peers.lost.__contains__, at), world.TOLD_SECONDS
-                )  # another thread is about to find out
-            if not (me.survives and at in me.peers.lost):
+            is_of_the_desk = me.survives and error.worker == me.directory.workers[at]
+            if is_of_the_desk:
+                is_lost = functools.partial(me.peers.lost.__contains__, at)
+                poll(is_lost, world.TOLD_SECONDS)  # another thread is about to find out
+            if not (is_of_the_desk and at in me.peers.lost and math.isfinite(seconds)):
                 raise
 
 
-def leave(attempt: str, why: str) -> None:
-    """Tell the desk that this worker has left an attempt, so that nobody waits for it. Does not wait for the desk."""
+def leave(attempt: str, why: str | None) -> None:
+    """Tell the desk that an attempt has ended; ``why``: before its end, so that nobody waits for this worker.
+
+    Does not wait for the desk.
+    """
     with contextlib.suppress(DistgradError):  # the world is closed, or broken
         current_worker().rpc_async(_living()[0], _left, (attempt, why), {}, SECONDS)
 
@@ -200,52 +198,45 @@ def _living() -> list[int]:
 
 @shown_as("a meeting of workers")
 def _arrived(
-    what: str, rank: int, workers: Sequence[int] | None, said: Any, seconds: float, mine: str, of_all: Attempts
-) -> Any:
-    meeting, first = _desk().arrive(what, rank, workers, said, mine, of_all)
+    what: str, rank: int, attempt: str, workers: Sequence[int] | None, said: Any, seconds: float
+) -> concurrent.futures.Future[Said]:
+    meeting, end, first = _desk().arrive(what, rank, attempt, workers, said)
     if first:
         hold(_desk(), meeting, seconds)
-    return meeting.end
+    return end
 
 
-def _left(attempt: str, why: str) -> None:
+def _left(attempt: str, why: str | None) -> None:
     _desk().leave(attempt, why)
 
 
 def _desk() -> Desk:
-    with _making:
-        desk: Desk = current_worker().kept.setdefault("checkpoints' desk", Desk())
+    desk: Desk = current_worker().kept.setdefault("checkpoints' desk", Desk())
     return desk
 
 
 def hold(desk: Desk, meeting: Meeting, seconds: float) -> None:
-    """Hold a meeting. It is closed before those in it go on, since they may come to the next one of the same name."""
+    """Wait until everybody has come who has to, or the meeting has failed, and let those that are there go on.
+
+    It is closed before they do, since they may come to the next one of the same name.
+    """
+    until, pause, end = time.monotonic() + seconds, FIRST_PAUSE, meeting.end
     try:
-        result = _gathered(desk, meeting, seconds)
-        desk.close(meeting)
+        while meeting.failure is None and (missing := _awaited(meeting, seconds)):
+            if time.monotonic() > until:
+                raise MissingRanksError(
+                    f"{meeting.what}: {_names(missing)} did not come within {seconds:g} s. Every worker that has not "
+                    "called shutdown() calls it too, with the same step; for some workers only, name them on each of "
+                    "them: workers=[...].",
+                    missing=missing,
+                )
+            meeting.came.wait(pause)
+            meeting.came.clear()
+            pause = min(2 * pause, LONGEST_PAUSE)
+        end.set_result(desk.close(meeting))
     except Exception as error:
-        desk.fail(meeting, error)
-        meeting.end.set_exception(error)
-    else:
-        meeting.end.set_result(result)
-
-
-def _gathered(desk: Desk, meeting: Meeting, seconds: float) -> Said:
-    """Wait until everybody has come who has to, or the meeting has failed; return what they said."""
-    end, pause = time.monotonic() + seconds, FIRST_PAUSE
-    while meeting.failure is None and (missing := _awaited(meeting, seconds)):
-        desk.compare(meeting, missing)
-        if time.monotonic() > end:
-            raise MissingRanksError(
-                f"{meeting.what}: {_names(missing)} did not come within {seconds:g} s. Every worker that has not "
-                "called shutdown() calls it too, with the same step; for some workers only, name them on each of "
-                "them: workers=[...].",
-                missing=missing,
-            )
-        meeting.came.wait(pause)
-        meeting.came.clear()
-        pause = min(2 * pause, LONGEST_PAUSE)
-    return dict(sorted(meeting.said.items()))
+        desk.fail([meeting], error)
+        end.set_exception(error)
 
 
 def _awaited(meeting: Meeting, seconds: float) -> list[int]:

@@ -11,6 +11,7 @@ other workers send theirs to worker 0.
 """
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -42,26 +43,17 @@ Folder = pathlib.Path
 
 def complete(path: Folder) -> list[tuple[int, Folder]]:
     """Return the complete checkpoints with their steps, the last published one last."""
-    found = []
-    for named, one in _named(path):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # incomplete, or just being removed
-            found.append((_turn(one), *named, one))
-    return [(step, one) for _, step, _, one in sorted(found)]
-
-
-def _named(path: Folder) -> list[tuple[tuple[int, int], Folder]]:
-    """Return the folders that have the name of a checkpoint, each with its step and its number among those of it."""
     try:
         there = list(path.iterdir())
     except (FileNotFoundError, NotADirectoryError):  # any other error may hide checkpoints
         return []
-    found = [(match, one) for one in there if (match := COMPLETE.fullmatch(one.name))]
-    return [((int(match[1]), int(match[2] or 0)), one) for match, one in found]
-
-
-def _turn(folder: Folder) -> int:
-    """Return the number of a checkpoint in the order of publishing; 0 for one from before there were numbers."""
-    return int(read_manifest(folder).get("turn", 0))
+    found = []
+    for one in there:
+        if match := COMPLETE.fullmatch(one.name):
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # incomplete, or just being removed
+                turn = read_manifest(one).get("turn", 0)  # 0: from before there were numbers
+                found.append((int(turn), int(match[1]), int(match[2] or 0), one))
+    return [(step, one) for _, step, _, one in sorted(found)]
 
 
 def begin(path: Folder, step: int) -> Folder:
@@ -77,12 +69,12 @@ def begin(path: Folder, step: int) -> Folder:
 def publish(folder: Folder, step: int, manifest: dict[str, Any]) -> Folder:
     """Write the manifest and give the folder its name: from here on the checkpoint is complete, and the last one."""
     path = folder.parent
-    turn = 1 + max((_turn(one) for _, one in complete(path)), default=0)
+    turn = 1 + max((int(read_manifest(last).get("turn", 0)) for _, last in complete(path)[-1:]), default=0)
     (folder / MANIFEST).write_text(json.dumps({**manifest, "turn": turn}))
     synchronize(folder / MANIFEST)
     synchronize(folder)
-    again = 1 + max((number for (other, number), _ in _named(path) if other == step), default=-1)
-    final = path / (f"{step}-{again}" if again else str(step))
+    names = (f"{step}-{again}" if again else str(step) for again in itertools.count())
+    final = next(path / name for name in names if not (path / name).exists())
     folder.rename(final)
     synchronize(path)
     return final
@@ -142,17 +134,13 @@ def write(folder: Folder, arrays: Arrays) -> None:
         write_here(str(folder), arrays)
 
 
-class _IsNotRaisedToo(logging.Filter):
-    """Keeps out orbax's logs of its threads' tracebacks, a hundred lines: orbax raises the error too."""
+def write_here(folder: str, arrays: Arrays) -> None:
+    ocp, log = orbax(), logging.getLogger("absl")
 
-    def filter(self, record: logging.LogRecord) -> bool:
+    def is_not_raised_too(record: logging.LogRecord) -> bool:  # orbax logs its threads' tracebacks, a hundred lines
         return "_SignalingThread.run() raised" not in str(record.msg)
 
-
-def write_here(folder: str, arrays: Arrays) -> None:
-    ocp = orbax()
-    log, own = logging.getLogger("absl"), _IsNotRaisedToo()  # several workers of a process may write
-    log.addFilter(own)
+    log.addFilter(is_not_raised_too)
     try:
         with _checkpointer(use_compression=False) as files:  # random bits, as weights are, only take time to compress
             files.save(folder, args=ocp.args.PyTreeSave(arrays))
@@ -160,7 +148,7 @@ def write_here(folder: str, arrays: Arrays) -> None:
         number = SYSTEM_ERROR.search(str(error))
         raise error if number is None else OSError(int(number[1]), os.strerror(int(number[1])), folder) from error
     finally:
-        log.removeFilter(own)
+        log.removeFilter(is_not_raised_too)
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             synchronize(Folder(parent, name))

@@ -4,15 +4,15 @@ A part is a dict of leaves by place. The manifest says in which folder each part
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 import optax
 
-from jdistgrad.data_parallel.collectives import world
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.owner import OwnedParameters, Value
 from jdistgrad.optim.restoring import first_difference
@@ -38,80 +38,46 @@ def own_part(rank: int, place: str = "own") -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class ValueWork:
-    """A part that is the value of a reference."""
-
-    part: str
-    identifier: int
-    own: bool
-
-    def take(self) -> tuple[Part, dict[str, Any]]:
-        return dict(_leaves_of_value(value_here(self.identifier))), {}
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerWork:
-    """A part that is what one owner keeps of an optimizer: the values with these numbers, and their state."""
-
-    part: str
-    identifier: int
-    numbers: tuple[int, ...]
-    own: bool
-
-    def take(self) -> tuple[Part, dict[str, Any]]:
-        owned: OwnedParameters = value_here(self.identifier)
-        found, of_number = named_leaves(owned, *owned.state(), self.numbers)
-        return found, {"numbers": list(self.numbers), "of_number": of_number}
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldWork:
-    """A part that a caller holds: leaves of its own trees, its own or all callers'.
+class Work:
+    """A part that is a value of its owner's, or what one owner keeps of an optimizer.
 
     Arguments:
-      held_as: the name under which the caller has kept its leaves.
+      identifier: of the value, or of the optimizer's part on this owner.
+      numbers: those of the optimizer's values that are here; None for a value.
     """
 
     part: str
-    held_as: str
+    identifier: int
     own: bool
-    callers: tuple[int, ...]
+    numbers: tuple[int, ...] | None = None
 
     def take(self) -> tuple[Part, dict[str, Any]]:
-        held, me = world.kept(self.held_as), current_worker()
-        if held is None:
-            raise CheckpointError(f"save: {me.info} has left it before it wrote its part. Save again.")
-        found: Part = {}
-        for leaf in held:
-            if leaf.own == self.own and not leaf.is_owned:
-                found[leaf.place] = leaf.value
-            if isinstance(leaf.value, Slice) and self.own:
-                missing = sorted(set(leaf.value.group or ()) - set(self.callers))
-                if missing:
-                    raise CheckpointError(
-                        f"save: {leaf.place} is divided among the workers {list(leaf.value.group or ())}, but "
-                        f"{missing} do not save, so that it could not be restored. Nothing was saved; what was saved "
-                        "before is still there."
-                    )
-                found[leaf.place] = leaf.value.among(self.callers, me.rank)
-        return found, {}
-
-
-Work = ValueWork | OptimizerWork
+        """Return the part, and what else its entry in the manifest says."""
+        value = value_here(self.identifier)
+        if self.numbers is None:
+            return _leaves_of_value(value), {}
+        values, state = value.state()
+        found, of_number = named_leaves(value, values, state, self.numbers)
+        return found, {"numbers": list(self.numbers), "of_number": of_number}
 
 
 def works_for(leaf: Leaf, rank: int) -> list[tuple[int, Work]]:
-    """Return the work that a reference or an optimizer asks of its owners. ``rank``: of the caller whose own it is.
+    """Return the work that a reference or an optimizer asks of its owners; nothing of other leaves.
 
     Raises StaleReferenceError for those of another world, where others may have their ids.
+
+    Arguments:
+      rank: of the caller whose own it is.
     """
     part = own_part(rank, leaf.place) if leaf.own else leaf.place
     if isinstance(leaf.value, RRef):
         leaf.value._home(leaf.place)
-        return [(leaf.value.owner.rank, ValueWork(part, leaf.value.id, own=leaf.own))]
+        return [(leaf.value.owner.rank, Work(part, leaf.value.id, leaf.own))]
+    if not leaf.is_owned:
+        return []
     leaf.value._require_its_world(leaf.place)
     return [
-        (owned.owner.rank, OptimizerWork(f"{part}/{k}", owned.id, tuple(numbers), own=leaf.own))
+        (owned.owner.rank, Work(f"{part}/{k}", owned.id, leaf.own, tuple(numbers)))
         for k, (owned, numbers) in enumerate(leaf.value._on_owners)
     ]
 
@@ -127,11 +93,11 @@ def value_here(identifier: int) -> Any:
         return value.result()
 
 
-def _leaves_of_value(value: Any, place: str = "") -> list[tuple[str, Any]]:
+def _leaves_of_value(value: Any, place: str = "") -> Part:
     found = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda node: isinstance(node, RRef))[0]
     placed = [(place + jax.tree_util.keystr(path), leaf) for path, leaf in found]
     require_different(where for where, _ in placed)
-    return placed
+    return dict(placed)
 
 
 def named_leaves(
@@ -143,26 +109,19 @@ def named_leaves(
     for number, value in zip(numbers, values, strict=True):
         mine = _leaves_of_value(value, f"values[{number}]")
         found.update(mine)
-        numbered.update(dict.fromkeys(dict(mine), number))
+        numbered.update(dict.fromkeys(mine, number))
     apart = [Value.of(value) for value in values]
     optimized = [jax.tree.unflatten(one.tree, one.leaves) for one in apart]
     names = names_in(owned.transformation, state, optimized, numbers)
-    for name, leaf in zip(names, jax.tree.leaves(state), strict=True):
-        found[name.text] = leaf
-        if name.number is not None:
-            numbered[name.text] = name.number
+    for (name, of_value), leaf in zip(names, jax.tree.leaves(state), strict=True):
+        found[name] = leaf
+        if of_value is not None:
+            numbered[name] = of_value
     return found, numbered
 
 
 # An owner's state is that of the list of its values, so a leaf's path in it depends on which values the owner has. In a
 # checkpoint the leaf of a value is named by the value's number in the whole optimizer, to be found on any owner.
-
-
-class Name(NamedTuple):
-    """The name of a state's leaf. ``number``: of the value it belongs to; None: it belongs to all of the owner's."""
-
-    text: str
-    number: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,8 +132,12 @@ class _Label:
     path: tuple[Any, ...] = ()
 
 
-def names_in(tx: optax.GradientTransformation, state: Any, values: Sequence[Any], numbers: Sequence[int]) -> list[Name]:
-    """Return a name for each leaf of an owner's state, in JAX's order.
+def names_in(
+    tx: optax.GradientTransformation, state: Any, values: Sequence[Any], numbers: Sequence[int]
+) -> list[tuple[str, int | None]]:
+    """Return of each leaf of an owner's state, in JAX's order, its name, and the number of the value it belongs to.
+
+    The number is None for what belongs to all of the owner's values.
 
     Arguments:
       values: the trees of the owner's values, without what is not optimized.
@@ -203,32 +166,59 @@ def names_in(tx: optax.GradientTransformation, state: Any, values: Sequence[Any]
     if len(found) != len(jax.tree.leaves(state)):
         begin = f"{UNDIVIDED}{', '.join(map(str, numbers))}]"  # fits only an owner of the same values
         paths = jax.tree_util.tree_flatten_with_path(state)[0]
-        return [Name(f"{begin}{jax.tree_util.keystr(path)}", None) for path, _ in paths]
-    names = []
+        return [(f"{begin}{jax.tree_util.keystr(path)}", None) for path, _ in paths]
+    names = list[tuple[str, int | None]]()
     for path, label in found:
         spelled = jax.tree_util.keystr(path)
         number = label.number if isinstance(label, _Label) else None
         if number is not None:
             before = path[: len(path) - len(label.path) - 1]  # then comes the value's place among the owner's
             spelled = f"{jax.tree_util.keystr(before)}[{number}]{jax.tree_util.keystr(label.path)}"
-        names.append(Name(f"state{spelled}", number))
+        names.append((f"state{spelled}", number))
     return names
 
 
 # Writing.
 
 
-def write_works(folder: str, works: Sequence[Work | HeldWork]) -> dict[str, Any]:
-    """Write parts into a folder of this worker's; return the parts' entries in the manifest."""
+def write_works(folder: str, works: Sequence[Work], attempt: str | None, callers: Sequence[int]) -> dict[str, Any]:
+    """Write parts into a folder of this worker's; return the parts' entries in the manifest.
+
+    Arguments:
+      attempt: of this worker, if it is one of the callers: then it writes the parts that it holds too.
+    """
     arrays: files.Arrays = {}
     entries: dict[str, Any] = {}
-    for work in works:
-        part, more = work.take()
-        inside = "" if isinstance(work, HeldWork) else work.part
+    parts = [(work.part, work.part, *work.take()) for work in works]
+    if attempt is not None:
+        parts += [(name, "", part, {}) for name, part in _held(attempt, callers).items()]
+    for name, inside, part, more in parts:
         described = {place: _described(leaf, f"save: {inside}{place}", arrays) for place, leaf in part.items()}
-        entries[work.part] = {"folder": pathlib.Path(folder).name, "leaves": described, **more}
+        entries[name] = {"folder": pathlib.Path(folder).name, "leaves": described, **more}
     files.write(pathlib.Path(folder), arrays)
     return entries
+
+
+def _held(attempt: str, callers: Sequence[int]) -> dict[str, Part]:
+    """Return the parts that a caller holds: leaves of its trees, its own and, from the first caller, all callers'."""
+    me = current_worker()
+    if attempt not in me.kept:
+        raise CheckpointError(f"save: {me.info} has left it before it wrote its part. Save again.")
+    own: Part = {}
+    shared: Part = {}
+    for leaf in me.kept[attempt]:
+        if isinstance(leaf.value, Slice):
+            missing = sorted(set(leaf.value.group or ()) - set(callers))
+            if missing:
+                raise CheckpointError(
+                    f"save: {leaf.place} is divided among the workers {list(leaf.value.group or ())}, but {missing} do "
+                    "not save, so that it could not be restored. Nothing was saved; what was saved before is still "
+                    "there."
+                )
+            own[leaf.place] = leaf.value.among(callers, me.rank)
+        elif not leaf.is_owned:
+            (own if leaf.own else shared)[leaf.place] = leaf.value
+    return {own_part(me.rank): own, **({SHARED: shared} if me.rank == callers[0] else {})}
 
 
 def _described(leaf: Any, where: str, arrays: files.Arrays) -> Description:
@@ -297,62 +287,50 @@ class Reader:
         return {place: leaves.rebuilt(saved[place], data[place], leaf) for place, leaf in ours.items()}
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepared:
-    """What will be put back when all workers have found that theirs fits."""
-
-    put_back: Callable[[], None]
-
-
-def prepare(folder: str, work: Work) -> Prepared:
-    """Read a part, and compare it with what it will replace. Changes nothing."""
-    if isinstance(work, OptimizerWork):
-        return _prepared_optimizer(folder, work)
+def prepare(folder: str, work: Work) -> Callable[[], None]:
+    """Read a part, and compare it with what it will replace. Return what puts it back; changes nothing before."""
     reader, owned = Reader(folder), current_worker().references.owned
     known = value_here(work.identifier)
-    found = reader.fitting(reader.part(work.part), dict(_leaves_of_value(known)), work.part)
+    if work.numbers is not None:
+        return _prepared_optimizer(reader, work.part, known, work.numbers)
+    found = reader.fitting(reader.part(work.part), _leaves_of_value(known), work.part)
     value = _filled(known, iter(found.values()))
 
     def put_back() -> None:
         with owned.lock(work.identifier):
             owned.replace(work.identifier, value)
 
-    return Prepared(put_back)
+    return put_back
 
 
-def _prepared_optimizer(folder: str, work: OptimizerWork) -> Prepared:
+def _prepared_optimizer(reader: Reader, part: str, owned: OwnedParameters, numbers: tuple[int, ...]) -> Any:
     """Prepare the values and the state of an optimizer on this owner, whoever had them before."""
-    reader, owned = Reader(folder), value_here(work.identifier)
     values, state = owned.state()
-    known, _ = named_leaves(owned, values, state, work.numbers)
+    known, _ = named_leaves(owned, values, state, numbers)
     saved: dict[str, Description] = {}
-    whole, then = work.part.rpartition("/")[0], list[list[int]]()
+    whole, then = part.rpartition("/")[0], list[list[int]]()
     for name, entry in reader.parts.items():
         if name.startswith(f"{whole}/"):
             then.append(entry["numbers"])
-            numbered, part = entry["of_number"], reader.part(name)
-            saved |= {place: one for place, one in part.items() if numbered.get(place) in work.numbers}
-            if work.numbers[0] in entry["numbers"]:  # what belonged to all of an owner's values
-                saved |= {place: one for place, one in part.items() if place not in numbered}
+            numbered, there = entry["of_number"], reader.part(name)
+            saved |= {place: one for place, one in there.items() if numbered.get(place) in numbers}
+            if numbers[0] in entry["numbers"]:  # what belonged to all of an owner's values
+                saved |= {place: one for place, one in there.items() if place not in numbered}
     is_undivided = any(name.startswith(UNDIVIDED) for name in known)
-    if is_undivided and then and list(work.numbers) not in then:
-        owners = [f"({', '.join(map(str, numbers))})" for numbers in (*then, work.numbers)]
+    if is_undivided and then and list(numbers) not in then:
+        owners = [f"({', '.join(map(str, each))})" for each in (*then, numbers)]
         raise CheckpointError(
             f"restore of {reader.folder} on {current_worker().info}: {whole}: optax cannot tell which parts of this "
             "transformation's state belong to which value, so the state fits only owners of the same values as when it "
             f"was saved: {', '.join(owners[:-1])}. This one has {owners[-1]} (numbers in the optimizer's list). "
             "Nothing was restored on any worker."
         )
-    found = reader.fitting(saved, known, work.part)
+    found = reader.fitting(saved, known, part)
     ordered = iter(found.values())
     restored = {number: _filled(value, ordered) for number, value in enumerate(values)}
     states = jax.tree.unflatten(jax.tree.structure(state), list(ordered))
-    return Prepared(lambda: owned.put_back({"values": restored, "states": {0: states}}))
+    return functools.partial(owned.put_back, {"values": restored, "states": {0: states}})
 
 
 def _filled(value: Any, found: Iterator[Any]) -> Any:
     return trees.map_leaves(lambda leaf: None if leaf is None else next(found), value)
-
-
-def put_back(prepared: Prepared) -> None:
-    prepared.put_back()

@@ -1,12 +1,11 @@
 """The reading of a checkpoint by each caller: all of it is compared before any is put back."""
 
-import functools
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jdistgrad.errors import CheckpointError
 from jdistgrad.rpc import api
-from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import leaves, owners
@@ -27,9 +26,8 @@ def read(job: Job, folder: str) -> tuple[int, Prepared, list[Any]]:
                 f"restore of {reader.folder}: {place} was saved, but is not asked for. Give trees of the same "
                 "structure."
             )
-    of_callers = predecessors(
-        job.callers, current_worker().size, reader.manifest["workers"], reader.manifest.get("size")
-    )
+    size, before = current_worker().size, reader.manifest
+    of_callers = predecessors(list(job.plans), size, before["workers"], before.get("size"))
     was = of_callers[job.rank]
     found = _local(reader, job, of_callers)
     of_leader = [] if job.leads else [work for works in job.plans[job.leader].asked.values() for work in works]
@@ -44,7 +42,8 @@ def read(job: Job, folder: str) -> tuple[int, Prepared, list[Any]]:
             ]
     for one, failure in [(one, one.creation().exception()) for one in prepared]:
         if failure is not None:
-            raise_failed(one.owner, failure, functools.partial(_not_prepared, folder))
+            what = f"restore of {folder}: {one.owner} could not prepare its part"
+            raise_failed(one.owner, failure, what, "Nothing was restored on any worker.")
     step = int(reader.manifest["step"])
     return step, prepared, [found.get(leaf.place, leaf.given) for leaf in job.of_trees]
 
@@ -65,19 +64,11 @@ def predecessors(
     return {rank: before[number] if number < len(before) else None for number, rank in enumerate(callers)}
 
 
-def put_back(prepared: Sequence[RRef[Any]]) -> None:
-    call_each(owners.put_back, [(one.owner.rank, (one,)) for one in prepared], _not_put_back)
-
-
-def _not_prepared(folder: str, worker: WorkerInfo, why: str) -> str:
-    return f"restore of {folder}: {worker} could not prepare its part: {why}. Nothing was restored on any worker."
-
-
-def _not_put_back(worker: WorkerInfo, why: str) -> str:
-    return (
-        f"restore: {worker} could not put back its part: {why}. Others may have put back theirs: restore "
-        "again before you go on."
-    )
+def put_back(prepared: Prepared) -> None:
+    _, failed = call_each(operator.call, [(one.owner.rank, (one,)) for one in prepared])
+    if failed is not None:
+        then = "Others may have put back theirs: restore again before you go on."
+        raise_failed(*failed, f"restore: {failed[0]} could not put back its part", then)
 
 
 def _local(reader: Reader, job: Job, of_callers: Mapping[int, int | None]) -> dict[str, Any]:
@@ -91,7 +82,7 @@ def _local(reader: Reader, job: Job, of_callers: Mapping[int, int | None]) -> di
         found |= reader.fitting(mine, own, "")
     for leaf in local:
         if isinstance(leaf.value, Slice):
-            found[leaf.place] = _slice(reader, leaf.place, leaf.value.among(job.callers, job.rank), of_callers)
+            found[leaf.place] = _slice(reader, leaf.place, leaf.value.among(list(job.plans), job.rank), of_callers)
     return found
 
 

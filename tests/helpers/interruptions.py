@@ -1,7 +1,6 @@
 """What may interrupt a thread wherever it is: a signal's handler that raises, and garbage that sends."""
 
 import itertools
-import signal
 import sys
 
 from jdistgrad.threads import started
@@ -23,10 +22,6 @@ class Sends:
 
 def _fail():
     raise HandlerError
-
-
-def press_ctrl_c():
-    signal.raise_signal(signal.SIGINT)
 
 
 def stopped_after(calls, do, stop=_fail):

@@ -37,8 +37,19 @@ def as_program(name):
     return output_of([str(EXAMPLES / name)])
 
 
-def as_job(n, name):
-    return output_of(["-m", "jdistgrad", "run", "-n", str(n), str(EXAMPLES / name)])
+ONE_BY_ONE = """
+import os, runpy, sys
+sys.path.insert(0, os.path.dirname(sys.argv[1]))
+for path in sys.argv[1:]:
+    runpy.run_path(path, run_name="__main__")
+"""
+
+
+def as_job(n, *names):
+    """Run examples, one after the other, as programs of a job."""
+    paths = [str(EXAMPLES / name) for name in names]
+    program = paths if len(paths) == 1 else ["-c", ONE_BY_ONE, *paths]
+    return output_of(["-m", "jdistgrad", "run", "-n", str(n), *program], timeout=60 * len(paths))
 
 
 # For scripts elsewhere: ``helpers``, and the jdistgrad that is being tested, which may not be the installed one.

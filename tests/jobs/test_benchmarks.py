@@ -10,7 +10,7 @@ JOBS = pathlib.Path(__file__).parents[2] / "benchmarks" / "jobs"
 ALL = {path.stem for path in JOBS.glob("*.py")}
 NEED_TORCH = {name for name in ALL if name.endswith("_torch")}  # make bench runs them
 TOGETHER = {
-    "one rank": (1, "halves_jdistgrad"),
+    "one rank": (1, "data_parallel_curves halves_jdistgrad"),
     "two ranks": (
         2,
         "calls_floor calls_jdistgrad calls_mpi compiled_pipeline_jdistgrad data_parallel_alone data_parallel_jdistgrad "
@@ -20,7 +20,6 @@ TOGETHER = {
     "surviving": (2, "surviving_parts_jdistgrad"),
     "over devices": (2, "devices_jdistgrad"),
     "three ranks": (3, "two_shards_jdistgrad"),
-    "curves": (1, "data_parallel_curves"),
 }
 PROGRAM = """
 import os, runpy, sys, time

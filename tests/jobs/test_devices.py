@@ -1,7 +1,5 @@
 """Jobs whose ranks reduce over their devices: the start of jax.distributed, ranks that hang, fail or die in a step."""
 
-import pytest
-
 STEP = """
     import sys
     import jax, jax.numpy as jnp
@@ -12,69 +10,54 @@ STEP = """
 """
 
 
-def test_a_step_over_the_devices_of_three_processes(mpi_job):
-    mpi_job(
+def test_a_start_that_cannot_be(mpi_job):
+    job = mpi_job(
         3,
-        STEP
-        + """
-    _, gradients = step(jnp.ones(3), jnp.full(3, float(me.rank)))
-    assert gradients.tolist() == [1, 1, 1], gradients
-    assert len(gradients.devices()) == 1 and jax.device_count() == 3
-    print("right", dp)
-    jd.shutdown()
-    """,
-        # a proxy that does not exist, and a port that JAX would have taken
-        http_proxy="http://127.0.0.1:9",
-        https_proxy="http://127.0.0.1:9",
-    ).expect("right DataParallel(Devices(rank=2, size=3, device=")
-
-
-BEGIN = """
+        """
     from mpi4py import MPI
     import jax, jax.numpy as jnp
     import jdistgrad as jd
     rank = MPI.COMM_WORLD.rank
-"""
+
+    def told(use):
+        try:
+            use()
+        except (jd.WorldError, jd.CollectiveError) as error:
+            print("told:", error, flush=True)
+
+    told(lambda: jd.init(devices=rank == 1))
+    jd.init()
+    told(jd.collectives.Devices)
+    jd.shutdown()
+    jnp.ones(2)
+    told(lambda: jd.init(devices=True))
+    """,
+    ).expect("Call jd.init(devices=True)")
+    for said in (
+        "told: init: the workers disagree on devices: rank 0 has False, rank 1 has True. Give init the same devices",
+        "Devices: ranks [0, 1, 2] of 3 see only their own devices",
+        "told: init(devices=True): ranks [0, 1, 2] have opened their devices already",
+    ):
+        assert job.output.count(said) == 3, job.output
 
 
-@pytest.mark.parametrize(
-    ("begin", "said"),
-    [
-        ("if rank: jnp.ones(2)", "init(devices=True): ranks [1, 2] have opened their devices already"),
-        (
-            "if rank != 1: jax.distributed.initialize(address, 2, rank // 2, cluster_detection_method='deactivate')",
-            "init(devices=True): of 3 ranks only [0, 2] have started jax.distributed",
-        ),
-    ],
-    ids=["too late", "on some ranks"],
-)
-def test_a_start_that_cannot_be(mpi_job, begin, said):
-    source = f"""
+def test_a_start_of_some_ranks_alone(mpi_job):
+    mpi_job(
+        3,
+        """
     import socket
+    from mpi4py import MPI
+    import jax
+    import jdistgrad as jd
+    rank = MPI.COMM_WORLD.rank
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         address = MPI.COMM_WORLD.bcast("127.0.0.1:%d" % held.getsockname()[1])
-    {begin}
+    if rank != 1:
+        jax.distributed.initialize(address, 2, rank // 2, cluster_detection_method="deactivate")
     jd.init(devices=True)
-    """
-    job = mpi_job(3, BEGIN + source).expect(said, status=None)
-    assert job.output.count(said) >= 3, job.output
-
-
-def test_ranks_that_do_not_ask_alike(mpi_job):
-    said = "init: the workers disagree on devices: rank 0 has False, rank 1 has True. Give init the same devices"
-    mpi_job(3, BEGIN + "    jd.init(devices=rank == 1)").expect(said, status=None)
-
-
-def test_devices_that_nobody_connected(mpi_job):
-    mpi_job(
-        2,
-        BEGIN
-        + """
-    jd.init()
-    jd.collectives.Devices()
     """,
-    ).expect("Devices: ranks [0, 1] of 2 see only their own devices", "Call jd.init(devices=True)", status=None)
+    ).expect("init(devices=True): of 3 ranks only [0, 2] have started jax.distributed", status=None)
 
 
 def test_a_rank_that_hangs_inside_a_step_is_told_by_every_rank(mpi_job):
@@ -82,6 +65,10 @@ def test_a_rank_that_hangs_inside_a_step_is_told_by_every_rank(mpi_job):
         3,
         STEP
         + """
+    _, gradients = step(jnp.ones(3), jnp.full(3, float(me.rank)))
+    assert gradients.tolist() == [1, 1, 1], gradients
+    assert len(gradients.devices()) == 1 and jax.device_count() == 3
+    print("right", dp)
     def loss(p, x):
         start = jnp.full(3, 0.1)
         return (p * jax.lax.while_loop(lambda y: y.sum() < 1, lambda y: y * x.sum(), start)).sum()
@@ -91,10 +78,14 @@ def test_a_rank_that_hangs_inside_a_step_is_told_by_every_rank(mpi_job):
     endless(jnp.ones(3), jnp.full(3, 1.0 if me.rank else 0.0))[1].block_until_ready()  # here
     """,
         timeout=100,
-    ).expect("has waited 4 s for step 2, a program over all devices. Still in it too: worker", status=None)
+        # a proxy that does not exist, and a port that JAX would have taken
+        http_proxy="http://127.0.0.1:9",
+        https_proxy="http://127.0.0.1:9",
+    ).expect("has waited 4 s for step 3, a program over all devices. Still in it too: worker", status=None)
+    assert "right DataParallel(Devices(rank=2, size=3, device=" in job.output, job.output
     assert "did not end within 4 s; ending the job" in job.output
     for rank in range(3):
-        assert f"jdistgrad: worker{rank} (rank {rank}) has waited 4 s for step 2" in job.output, job.output
+        assert f"jdistgrad: worker{rank} (rank {rank}) has waited 4 s for step 3" in job.output, job.output
     assert "in <module>" in job.output
 
 

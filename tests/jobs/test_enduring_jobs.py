@@ -1,52 +1,30 @@
 """Jobs that go on: beside the program's own use of MPI, long computations, and after suspension."""
 
 
-def test_importing_does_not_start_mpi(mpi_job):
+def test_mpi_initialised_by_the_program_and_a_rank_that_computes_for_long(mpi_job):
+    # Importing does not start MPI; and who serves a long call is not taken for hung.
     mpi_job(
-        1,
+        3,
         """
-        import sys
-        import jdistgrad, jdistgrad.cli.main
+        import math, operator, sys, time
+        import jdistgrad as jd, jdistgrad.cli.main
         assert "mpi4py.MPI" not in sys.modules
-        print("not started", flush=True)
-        """,
-    ).expect("not started")
-
-
-def test_mpi_initialised_by_the_program_before_or_after(mpi_job):
-    mpi_job(
-        2,
-        """
-        import operator
         from mpi4py import MPI
-        import jdistgrad as jd
         total = MPI.COMM_WORLD.allreduce(1)
         me = jd.init()
-        assert jd.rpc_sync(1 - me.rank, operator.add, args=(total, 1)) == 3
+        assert jd.rpc_sync((me.rank + 1) % 3, operator.add, args=(total, 1)) == 4
         MPI.COMM_WORLD.Barrier()
-        jd.shutdown()
-        assert MPI.COMM_WORLD.allreduce(2) == 4
-        MPI.Finalize()
-        print("done", flush=True)
-        """,
-    ).expect("done")
-
-
-def test_a_rank_that_computes_for_long_is_not_taken_for_hung(mpi_job):
-    mpi_job(
-        2,
-        """
-        import math, time
-        import jdistgrad as jd
-        me = jd.init()
         if me.rank == 0:
             jd.rpc_sync(1, time.sleep, args=(3,), timeout=math.inf)
             print("answered", flush=True)
         jd.shutdown()
+        assert MPI.COMM_WORLD.allreduce(2) == 6
+        MPI.Finalize()
+        print("done", flush=True)
         """,
         JDISTGRAD_HEARTBEAT="0.2",
         JDISTGRAD_SILENCE="1",
-    ).expect("answered")
+    ).expect("answered", "done")
 
 
 def test_a_job_that_stood_still_goes_on(mpi_job):

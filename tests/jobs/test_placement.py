@@ -39,7 +39,7 @@ PROGRAM = """
 """
 
 
-def test_values_lie_on_the_worker_s_device(mpi_job):
+def test_values_lie_on_the_worker_s_device_or_as_its_functions_shard_them(mpi_job):
     mpi_job(
         3,
         PROGRAM
@@ -66,17 +66,8 @@ def test_values_lie_on_the_worker_s_device(mpi_job):
             np.testing.assert_allclose(found[what], expected, rtol=1e-6)
             np.testing.assert_allclose(w - 0.1 * found[what], w - 0.1 * expected, rtol=1e-6)
         del ref
-    jd.shutdown()
-    """,
-    ).expect()
 
-
-def test_functions_that_are_sharded_over_a_worker_s_devices(mpi_job):
-    mpi_job(
-        3,
-        PROGRAM
-        + """
-    if me.rank == 0:
+        # functions that are sharded over a worker's devices
         x = jnp.arange(8.0)
         for which in (by_jit, by_shard_map):
             ref, optimizer = jd.remote(1, spread), None

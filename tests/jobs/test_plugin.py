@@ -32,6 +32,31 @@ ADDS = """
         results = world.run(main, 2)
         assert all(answer == -rank for rank, answer in results)
         print("ranks here:", [rank for rank, _ in results])
+
+    @pytest.mark.world(4)
+    def test_of_four(world):
+        assert world.size == 4
+"""
+
+FILES = """
+    import os
+
+    def test_files(world, tmp_path):
+        print("measured in", os.environ.get("COVERAGE_FILE"))
+        print("files in", tmp_path)
+"""
+
+SCOPES = """
+    @pytest.fixture(scope="module")
+    def mine():
+        with jd.local_workers(2):
+            yield
+
+    def test_between(mine, world):
+        assert world.drive(lambda: jd.world_size()) == 3
+
+    def test_mine(mine):
+        assert jd.rpc_sync(1, operator.neg, args=(1,)) == -1
 """
 
 
@@ -56,41 +81,30 @@ def user_tests(tmp_path):
 
 
 def test_worlds_of_the_sizes_that_are_named(user_tests):
-    output = user_tests(ADDS)
-    assert "3 passed" in output
+    """And without a limit of time; and the world of a fixture of another scope stays open."""
+    output = user_tests(ADDS + SCOPES, time_limit="inf", options=["-W", "error"])
+    assert "6 passed" in output
     for test in ("adds[1-workers] PASSED", "adds[3-workers] PASSED", "program[3-workers] ranks here: [0, 1, 2]"):
         assert test in output
 
 
-def test_under_mpirun_the_ranks_there_are(user_tests):
-    output = user_tests(ADDS, ranks=3)
-    assert output.count("2 passed") == 3
-    assert all(f"ranks here: [{rank}]" in output for rank in range(3))
-
-
-@pytest.mark.parametrize("given", [[], ["--basetemp", "files"]])
-def test_ranks_do_not_share_temporary_files_or_reports(user_tests, given, tmp_path):
-    source = """
-        import os
-
-        def test_it(world, tmp_path):
-            print("measured in", os.environ["COVERAGE_FILE"])
-            print("files in", tmp_path)
-    """
-    output = user_tests(source, ranks=3, options=[*given, "--junitxml", "told/report.xml"])
+def check_files(output, *, stay):
     folders = {line.split()[-1] for line in output.splitlines() if "files in" in line}
     assert len(folders) == 3
-    assert all(pathlib.Path(folder).exists() == bool(given) for folder in folders)
+    assert all(pathlib.Path(folder).exists() == stay for folder in folders)
     assert all(f"measured in .coverage-rank{rank}" in output for rank in range(3))
+
+
+def test_under_mpirun_the_ranks_there_are(user_tests, tmp_path):
+    """They do not share temporary files or reports. A test that needs more of them is skipped, and says why."""
+    output = user_tests(ADDS + FILES, ranks=3, options=["--junitxml", "told/report.xml"])
+    assert output.count("3 passed, 1 skipped") == 3
+    assert all(f"ranks here: [{rank}]" in output for rank in range(3))
+    assert "needs 4 workers, and this job has 3" in output
+    check_files(output, stay=False)
     reports = sorted((tmp_path / "told").iterdir())
     assert [one.name for one in reports] == ["report.rank1.xml", "report.rank2.xml", "report.xml"]
-    assert all(ElementTree.parse(one).getroot().find("testsuite").get("tests") == "1" for one in reports)
-
-
-def test_a_job_that_is_too_small_skips_and_says_why(user_tests):
-    output = user_tests(ADDS, ranks=2)
-    assert output.count("1 passed, 1 skipped") == 2
-    assert "needs 3 workers, and this job has 2" in output
+    assert all(ElementTree.parse(one).getroot().find("testsuite").get("tests") == "4" for one in reports)
 
 
 def test_processes_that_mpi_does_not_bring_together_skip_nothing(user_tests, monkeypatch):
@@ -125,32 +139,11 @@ INDIRECT = """
 
 
 def test_a_fixture_of_ranks_may_ask_for_the_world(user_tests):
-    output = user_tests(INDIRECT, ranks=3)
+    output = user_tests(INDIRECT + FILES, ranks=3, options=["--basetemp", "files"])
     assert output.count("workers: 3") == 3
-    assert output.count("1 passed, 1 skipped") == 3
+    assert output.count("2 passed, 1 skipped") == 3
     assert "needs 4 workers, and this job has 3" in output
-
-
-def test_the_world_of_a_fixture_of_another_scope_stays_open(user_tests):
-    output = user_tests(
-        """
-        import operator
-        import pytest
-        import jdistgrad as jd
-
-        @pytest.fixture(scope="module", autouse=True)
-        def mine():
-            with jd.local_workers(2):
-                yield
-
-        def test_between(world):
-            assert world.drive(lambda: jd.world_size()) == 3
-
-        def test_mine():
-            assert jd.rpc_sync(1, operator.neg, args=(1,)) == -1
-        """
-    )
-    assert "2 passed" in output
+    check_files(output, stay=True)
 
 
 def test_worlds_of_several_sizes_are_parameters(user_tests):
@@ -238,30 +231,6 @@ def test_ranks_that_have_no_exception_say_where_to_expect_it(user_tests):
     assert "Expect what it raises inside of the body (with pytest.raises), and skip before drive." in output
 
 
-def test_what_the_body_raised_is_the_cause_where_the_test_drives_again(user_tests):
-    output = user_tests(
-        """
-        import operator
-        import pytest
-        from hypothesis import HealthCheck, given, settings, strategies
-        import jdistgrad as jd
-
-        @settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-        @given(number=strategies.integers(0, 500))
-        def test_it(world, number):
-            def body():
-                assert jd.rpc_sync(1, operator.neg, args=(number,)) > -77, "too small"
-
-            world.drive(body)
-        """,
-        ranks=3,
-        fails=True,
-    )
-    assert "too small" in output
-    assert "the body of an earlier drive of this test raised AssertionError" in output
-    assert "is already in a world" not in output
-
-
 def test_a_test_that_waits_for_ever_is_ended_and_says_where_it_stood(user_tests):
     output = user_tests(
         """
@@ -288,10 +257,6 @@ def test_a_test_in_the_debugger_takes_its_time(user_tests):
     keys = "import time; time.sleep(3); print('still', 'here')\nc\n"
     output = user_tests(source, time_limit=2, keys=keys)
     assert "still here" in output
-
-
-def test_time_without_limit(user_tests):
-    assert "1 passed" in user_tests("def test_it(world): pass", time_limit="inf", options=["-W", "error"])
 
 
 def test_who_does_not_use_it_is_not_disturbed(user_tests):
@@ -326,18 +291,3 @@ def test_a_mark_without_sense_is_refused(user_tests):
     assert (
         "test_user.py::test_it: @pytest.mark.world takes numbers of workers, as in world(3), not ('three',)" in output
     )
-
-
-def test_a_mark_on_a_parameter_is_refused(user_tests):
-    output = user_tests(
-        """
-        import pytest
-
-        @pytest.mark.parametrize("k", [1, pytest.param(2, marks=pytest.mark.world(2))])
-        def test_it(world, k):
-            pass
-        """,
-        fails=True,
-    )
-    told = "test_user.py::test_it[3-workers-2]: @pytest.mark.world on a parameter of parametrize sets no size"
-    assert told in output

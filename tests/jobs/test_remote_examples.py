@@ -88,9 +88,10 @@ def serial_lengths(play, observers):
 
 
 def test_each_is_a_program_of_a_job():
-    accuracy, *_ = numbers_in(as_job(3, "parameter_server.py"), r"300 steps; loss .* ([\d.]+)% read correctly")
-    first, last = numbers_in(as_job(3, "language_model.py"), r"loss ([\d.]+) -> ([\d.]+); the cat eats the fish")
-    start, end = numbers_in(as_job(3, "reinforcement.py"), r"2 observers; the pole stood for (\d+) moves, then (\d+)")
+    output = as_job(3, "parameter_server.py", "language_model.py", "reinforcement.py")
+    accuracy, *_ = numbers_in(output, r"300 steps; loss .* ([\d.]+)% read correctly")
+    first, last = numbers_in(output, r"loss ([\d.]+) -> ([\d.]+); the cat eats the fish")
+    start, end = numbers_in(output, r"2 observers; the pole stood for (\d+) moves, then (\d+)")
     assert (accuracy > 85, last < 0.25 < 2 < first, start < 30 < 80 < end) == (True, True, True)
 
 

@@ -1,7 +1,5 @@
 """Jobs whose ranks have two simulated devices each, and average gradients that both devices hold."""
 
-import pytest
-
 PROGRAM = """
     import jax
     jax.config.update("jax_num_cpu_devices", 2)
@@ -12,8 +10,12 @@ PROGRAM = """
 
     me = jd.init(devices=True)
     devices = jd.collectives.Devices()
-    ranks, rank, kind = devices.size, me.rank, jax.sharding.AxisType.KIND
-    mesh = jax.make_mesh((2,), ("d",), (kind,), devices=jax.local_devices())
+    ranks, rank, kinds = devices.size, me.rank, jax.sharding.AxisType
+
+    def mesh_of(kind):
+        return jax.make_mesh((len(jax.local_devices()),), ("d",), (kind,), devices=jax.local_devices())
+
+    mesh = mesh_of(kinds.Auto)
 
     def put(x, *spec):
         return jax.device_put(x, jax.NamedSharding(mesh, P(*spec)))
@@ -23,7 +25,6 @@ PROGRAM = """
 
     w = jnp.linspace(-1, 1, 24).reshape(4, 6)
     plain = {"w": w, "v": jnp.arange(6.0), "scale": jnp.float32(2), "none": jnp.zeros((0, 3))}
-    whole = jax.tree.map(put, plain)
 
     def rows(one):
         return jnp.asarray(np.random.default_rng(one).normal(size=(6, 4)).astype("float32"))
@@ -39,37 +40,30 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-def test_a_step_of_ranks_with_two_devices(mpi_job, kind):
+def test_a_step_of_ranks_with_two_devices(mpi_job):
     """The rows of each rank's batch are divided over its devices; rank 1 computes on one of them."""
     mpi_job(
         3,
-        PROGRAM.replace("KIND", kind)
+        PROGRAM
         + """
-    for settings in ({"bucket_cap_mb": 5e-5, "check_finite": True}, {"hook": jd.hooks.average()}):
-        dp = jd.DataParallel(devices, **settings)
-        step, given = dp.value_and_grad(loss), jax.tree.map(lambda p: p * (rank + 1), whole)
-        close(step(whole, put(rows(rank), "d")), serial(plain))
-        close(step(plain, rows(rank)) if rank == 1 else step(whole, put(rows(rank), "d")), serial(plain))
-        averaged = dp.average(given)
-        close(averaged, {k: v * (ranks + 1) / 2 for k, v in plain.items()})
-        for a, b in zip(jax.tree.leaves(averaged), jax.tree.leaves(given), strict=True):
-            assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
-    with jax.set_mesh(mesh):
-        close(dp.value_and_grad(loss)(whole, put(rows(rank), "d")), serial(plain))
-    x = put(rows(rank), "d")
-    close(dp.value_and_grad(lambda p: loss(p, x))(whole), serial(plain))
-    np.testing.assert_allclose(devices.allreduce(put(jnp.arange(4.0)) * (rank + 1)), np.arange(4.0) * 6)
-    jd.shutdown()
-    """,
-    ).expect()
+    for kind in (kinds.Auto, kinds.Explicit):
+        mesh = mesh_of(kind)
+        whole, x = jax.tree.map(put, plain), put(rows(rank), "d")
+        given = jax.tree.map(lambda p: p * (rank + 1), whole)
+        for settings in ({"bucket_cap_mb": 5e-5, "check_finite": True}, {"hook": jd.hooks.average()}):
+            dp = jd.DataParallel(devices, **settings)
+            step = dp.value_and_grad(loss)
+            close(step(whole, x), serial(plain))
+            close(step(plain, rows(rank)) if rank == 1 else step(whole, x), serial(plain))
+            averaged = dp.average(given)
+            close(averaged, {k: v * (ranks + 1) / 2 for k, v in plain.items()})
+            for a, b in zip(jax.tree.leaves(averaged), jax.tree.leaves(given), strict=True):
+                assert a.sharding.is_equivalent_to(b.sharding, b.ndim)
+        with jax.set_mesh(mesh):
+            close(dp.value_and_grad(loss)(whole, x), serial(plain))
+        close(dp.value_and_grad(lambda p: loss(p, x))(whole), serial(plain))
+        np.testing.assert_allclose(devices.allreduce(put(jnp.arange(4.0)) * (rank + 1)), np.arange(4.0) * 6)
 
-
-def test_what_is_refused_or_not_finite(mpi_job):
-    mpi_job(
-        3,
-        PROGRAM.replace("KIND", "Explicit")
-        + """
     dp, other = jd.DataParallel(devices, check_finite=True), jax.local_devices()[1]
     def normed(p, x):
         return devices.allreduce((p * x).mean())
@@ -100,11 +94,11 @@ def test_what_is_refused_or_not_finite(mpi_job):
 
 def test_ranks_with_different_numbers_of_devices(mpi_job):
     unequal = '"jax_num_cpu_devices", 2 - (os.environ["OMPI_COMM_WORLD_RANK"] == "1")'
-    program = PROGRAM.replace('"jax_num_cpu_devices", 2', unequal).replace("(2,)", "(len(jax.local_devices()),)")
+    program = PROGRAM.replace('"jax_num_cpu_devices", 2', unequal)
     mpi_job(
         3,
         "\n    import os"
-        + program.replace("KIND", "Auto").replace("jax.tree.map(put, plain)", "plain")
+        + program
         + """
     mine = jnp.ones(4) * rank
     np.testing.assert_allclose(jd.DataParallel(devices).average(mine if rank == 1 else put(mine)), np.ones(4))

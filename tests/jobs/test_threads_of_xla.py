@@ -1,6 +1,6 @@
 """XLA has as many threads as cores: no program may occupy a thread while it waits for another worker."""
 
-import pytest
+import textwrap
 
 ON_TWO_CORES = """
 import os
@@ -14,18 +14,18 @@ def big(x):
 
 
 def on_two_cores(program):
-    import textwrap
-
     return ON_TWO_CORES + textwrap.dedent(program)
 
 
-@pytest.mark.parametrize("workers", [4, 8])
-def test_collectives_in_compiled_code_of_more_workers_than_cores(mpi_job, workers):
+def test_compiled_code_of_more_workers_than_cores(mpi_job):
+    # XLA runs programs whose arguments are still being copied on its own threads: if they wait for each other, it needs
+    # one for each worker. Where the arguments are not there yet when a served function returns, its own calls come
+    # later, and need its context.
     mpi_job(
         1,
         on_two_cores(
-            f"""
-            def main():
+            """
+            def collectives():
                 me, c = jd.init(), jd.collectives.of_this_world()
 
                 def f(x):
@@ -36,25 +36,12 @@ def test_collectives_in_compiled_code_of_more_workers_than_cores(mpi_job, worker
                 x = jnp.full((300, 300), 1.0 + me.rank)
                 for _ in range(3):
                     found = jax.block_until_ready(jax.jit(f)(x))
-                sums = [sum(float(jnp.sin((1.0 + r) * k)) for r in range({workers})) * 90000 for k in range(12)]
+                sums = [sum(float(jnp.sin((1.0 + r) * k)) for r in range(8)) * 90000 for k in range(12)]
                 expected = sum(np.cos(np.sin((1.0 + me.rank) * k)) * sums[k] for k in range(12))
                 np.testing.assert_allclose(found[0, 0], expected, rtol=1e-3)
                 jd.shutdown()
 
-            jd.spawn(main, {workers})
-            print("done", flush=True)
-            """
-        ),
-    ).expect("done")
-
-
-def test_programs_whose_arguments_are_still_being_copied(mpi_job):
-    # XLA runs such programs on its own threads; if they wait for each other, it needs one thread for each worker.
-    mpi_job(
-        1,
-        on_two_cores(
-            """
-            def main():
+            def copied():
                 me, c = jd.init(), jd.collectives.of_this_world()
                 step = jax.jit(lambda x: c.allreduce(x[0, :3]))
                 for k in range(3):
@@ -62,7 +49,44 @@ def test_programs_whose_arguments_are_still_being_copied(mpi_job):
                     np.testing.assert_array_equal(step(jnp.asarray(large)), 6.0 + 4 * k)
                 jd.shutdown()
 
-            jd.spawn(main, 4)
+            def sharded():
+                me = jd.init()
+                tx, serial = jd.shard_state(optax.adan(1e-2)), optax.adan(1e-2)
+                params = {"w": jnp.ones((300, 300)), "b": jnp.ones(7)}
+                state, plain = tx.init(params), serial.init(params)
+                update = jax.jit(tx.update)
+                for k in range(3):
+                    gradients = jax.tree.map(lambda p: jnp.sin(p * (k + 1)), params)
+                    updates, state = update(gradients, state, params)
+                    expected, plain = serial.update(gradients, plain, params)
+                    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), updates, expected)
+                jd.shutdown()
+
+            @jax.jit
+            def twice(x):
+                return 2 * x
+
+            @jax.jit
+            def kept_elsewhere(x):
+                return jd.remote(0, twice, args=(x,)).to_here()
+
+            @jax.jit
+            def passed_on(x):
+                return jd.rpc_sync(1, kept_elsewhere, args=(x,))
+
+            def late():
+                me = jd.init(timeout=30)
+                if me.rank == 0:
+                    with jd.context():
+                        x = jnp.ones((300, 300))
+                        found = jax.jit(lambda x: jd.rpc_sync(2, passed_on, args=(x,)))(x)
+                        np.testing.assert_array_equal(found, 2 * np.ones((300, 300)))
+                jd.shutdown()
+
+            jd.spawn(collectives, 8)
+            jd.spawn(copied, 4)
+            jd.spawn(sharded, 3)
+            jd.spawn(late, 3)
             print("done", flush=True)
             """
         ),
@@ -97,31 +121,6 @@ def test_a_rank_with_two_threads_that_waits_in_compiled_code_serves_calls(mpi_jo
         ).replace("import os\n", "import os, threading\n", 1),
         NPROC="2",
     ).expect("donedonedone")
-
-
-def test_a_sharded_optimizer_in_compiled_code_of_more_workers_than_cores(mpi_job):
-    mpi_job(
-        1,
-        on_two_cores(
-            """
-            def main():
-                me = jd.init()
-                tx, serial = jd.shard_state(optax.adan(1e-2)), optax.adan(1e-2)
-                params = {"w": jnp.ones((300, 300)), "b": jnp.ones(7)}
-                state, plain = tx.init(params), serial.init(params)
-                update = jax.jit(tx.update)
-                for k in range(3):
-                    gradients = jax.tree.map(lambda p: jnp.sin(p * (k + 1)), params)
-                    updates, state = update(gradients, state, params)
-                    expected, plain = serial.update(gradients, plain, params)
-                    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), updates, expected)
-                jd.shutdown()
-
-            jd.spawn(main, 3)
-            print("done", flush=True)
-            """
-        ),
-    ).expect("done")
 
 
 NESTED = """
@@ -205,40 +204,6 @@ def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_
             print(step(x @ x / 3072), flush=True)  # while it is computed
         """,
     ).expect("[2. 2. 2.]", "XLA has no more threads here", "before the first array")
-
-
-def test_a_served_program_that_begins_late_is_still_in_its_context(mpi_job):
-    # The arguments are not there yet when the served function returns: its own calls come later, and need the scope.
-    mpi_job(
-        1,
-        on_two_cores(
-            """
-            @jax.jit
-            def twice(x):
-                return 2 * x
-
-            @jax.jit
-            def kept_elsewhere(x):
-                return jd.remote(0, twice, args=(x,)).to_here()
-
-            @jax.jit
-            def passed_on(x):
-                return jd.rpc_sync(1, kept_elsewhere, args=(x,))
-
-            def main():
-                me = jd.init(timeout=30)
-                if me.rank == 0:
-                    with jd.context():
-                        x = jnp.ones((300, 300))
-                        found = jax.jit(lambda x: jd.rpc_sync(2, passed_on, args=(x,)))(x)
-                        np.testing.assert_array_equal(found, 2 * np.ones((300, 300)))
-                jd.shutdown()
-
-            jd.spawn(main, 3)
-            print("done", flush=True)
-            """
-        ),
-    ).expect("done")
 
 
 def test_a_new_world_does_not_inherit_the_error_of_a_compiled_step(mpi_job):

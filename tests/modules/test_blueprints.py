@@ -13,7 +13,7 @@ from helpers.data import assert_close
 from helpers.models import Both, Encoder, X
 from helpers.worlds import last, on_worker0
 
-from jdistgrad.modules.blueprint import Blueprint, blueprint
+from jdistgrad.modules.blueprint import Blueprint, blueprint, built
 from jdistgrad.modules.flax_modules import factory_blueprint, take_apart
 from jdistgrad.modules.module import RemoteModule
 
@@ -35,7 +35,7 @@ def test_a_blueprint_builds_an_equal_module(layers):
     assert hash(made) == hash(blueprint_of(module))
     assert made == blueprint_of(module)
     assert made != blueprint_of(Encoder(3, layers))
-    assert made.build() == module
+    assert built(made) == module
 
 
 def scaled(by):
@@ -48,9 +48,9 @@ def test_functions_that_others_have_made_are_made_again(layer):
     assert made == blueprint_of(Encoder(2, (layer,)))
     assert hash(made) == hash(blueprint_of(Encoder(2, (layer,))))
     assert made != blueprint_of(Encoder(2, (scaled(3.0),)))
-    (built,) = made.build().layers
-    assert built is not layer
-    assert (built.__code__, built.__qualname__) == (layer.__code__, layer.__qualname__)
+    (found,) = built(made).layers
+    assert found is not layer
+    assert (found.__code__, found.__qualname__) == (layer.__code__, layer.__qualname__)
 
 
 def test_a_function_that_makes_a_module_gives_the_module_its_name():

@@ -87,11 +87,10 @@ def test_an_nnx_module_in_training_is_the_serial_one(big_world, staged):
         same_state(remote, local)
 
 
-@both
 @on_worker0
-def test_evaluation_changes_nothing_and_training_goes_on_after_it(big_world, staged):
+def test_evaluation_changes_nothing_and_training_goes_on_after_it(big_world):
     local, remote = Trained(rngs=nnx.Rngs(2)), RemoteModule(last(), Trained, rng=2)
-    call = staged_or_not(lambda module, x: module(x), staged)
+    call = jd.jit(lambda module, x: module(x))
     for mode in ("train", "eval", "train"):
         getattr(local, mode)()
         getattr(remote, mode)()
@@ -146,7 +145,7 @@ def test_calls_in_one_step_follow_each_other_in_the_order_of_the_program(big_wor
         return jd.rpc_sync(1, slow_identity, args=(x,))
 
     step = staged_or_not(jd.value_and_grad(lambda module, x: loss(module, x, asked)), staged)
-    for turn in range(5):
+    for turn in range(3):
         with jd.context():
             value, by_module = step(remote, X + turn)
             found = value, by_module.parameters.to_here()
@@ -179,6 +178,18 @@ def test_a_call_whose_result_is_not_used_changes_state_in_a_staged_step(big_worl
         return module(x)
 
     np.testing.assert_array_equal(jd.jit(program)(jnp.ones(2), remote), 2)
+
+
+@on_worker0
+def test_calls_that_do_not_wait_for_each_other_take_turns_and_one_that_fails_changes_nothing(big_world):
+    remote = RemoteModule(last(), Fails)
+    futures = [remote.rpc_async(jnp.ones(())) for _ in range(20)]
+    assert sorted(int(one.result()) for one in futures) == list(range(1, 21))
+    with pytest.raises(RuntimeError):
+        remote(X, fail=True)
+    with pytest.raises(RuntimeError), jd.context():
+        jd.grad(lambda x: jnp.sum(remote(x, fail=True)))(X)
+    np.testing.assert_array_equal(remote.state.to_here()["count"], 20)
 
 
 class Growing(nn.Module):
@@ -214,86 +225,34 @@ def states_kept(context):
 
 @both
 @on_worker0
-def test_second_derivatives_are_of_the_call_that_was_made(big_world, staged):
+def test_derivatives_of_any_order_are_of_the_call_that_was_made(big_world, staged):
     local, remote = Trained(rngs=nnx.Rngs(6)), RemoteModule(last(), Trained, rng=6)
     graph, state = nnx.split(local)
-
-    def twice(apply):
-        def loss(x):
-            return jnp.sum(jnp.sin(apply(x)) ** 2)
-
-        return lambda x: jnp.sum(jax.grad(loss)(x) ** 2)
-
-    step = staged_or_not(jd.value_and_grad(lambda x, remote: twice(remote)(x)), staged)
 
     def apply(x):
         return nnx.merge(graph, state, copy=True)(x)
 
-    for _ in range(2):
-        with jd.context():
-            found = step(X, remote)
-        assert_close(found, jax.value_and_grad(twice(apply))(X), rtol=1e-4, atol=ROUNDING)
-        local = nnx.merge(graph, state)
-        local(X)
-        graph, state = nnx.split(local)
-        same_state(remote, local)
-
-
-@both
-@on_worker0
-def test_tangents_are_of_the_call_that_was_made(big_world, staged):
-    local, remote = Trained(rngs=nnx.Rngs(6)), RemoteModule(last(), Trained, rng=6)
-    graph, state = nnx.split(local)
+    def twice(apply, x):
+        return jnp.sum(jax.grad(lambda x: jnp.sum(jnp.sin(apply(x)) ** 2))(x) ** 2)
 
     def along(apply, x):
         return jax.jvp(lambda x: jnp.sin(apply(x)), (x,), (jnp.cos(x),))[1]
 
-    def loss(apply, x):
-        return jnp.sum(along(apply, x) ** 2)
+    def mixed(apply, x):
+        return jax.grad(lambda x: jnp.sum(along(apply, x) ** 2))(x)
 
-    def apply(x):
-        return nnx.merge(graph, state, copy=True)(x)
-
-    forward = staged_or_not(lambda x, remote: along(remote, x), staged)
-    mixed = staged_or_not(jax.grad(lambda x, remote: loss(remote, x)), staged)
-    for function, expected in ((forward, along), (mixed, jax.grad(loss, 1))):
+    for step, serial, rounding in (
+        (jd.value_and_grad(lambda x, remote: twice(remote, x)), jax.value_and_grad(twice, 1), ROUNDING),
+        (lambda x, remote: along(remote, x), along, 10 * ROUNDING),
+        (lambda x, remote: mixed(remote, x), mixed, 10 * ROUNDING),
+    ):
         with jd.context():
-            found = function(X, remote)
-        assert_close(found, expected(apply, X), rtol=1e-4, atol=10 * ROUNDING)
+            found = staged_or_not(step, staged)(X, remote)
+        assert_close(found, serial(apply, X), rtol=1e-4, atol=rounding)
         local = nnx.merge(graph, state)
         local(X)
         graph, state = nnx.split(local)
         same_state(remote, local)
-
-
-@on_worker0
-def test_calls_that_do_not_wait_for_each_other_take_turns(big_world):
-    remote = RemoteModule(last(), Fails)
-    futures = [remote.rpc_async(jnp.ones(())) for _ in range(20)]
-    assert sorted(int(one.result()) for one in futures) == list(range(1, 21))
-
-
-@on_worker0
-def test_a_call_that_fails_changes_nothing(big_world):
-    remote = RemoteModule(last(), Fails)
-    for fail in (False, True, True):
-        if fail:
-            with pytest.raises(RuntimeError):
-                remote(X, fail=True)
-            with pytest.raises(RuntimeError), jd.context():
-                jd.grad(lambda x: jnp.sum(remote(x, fail=True)))(X)
-        else:
-            remote(X)
-    np.testing.assert_array_equal(remote.state.to_here()["count"], 1)
-
-
-@on_worker0
-def test_a_batch_of_calls_changes_no_state(big_world):
-    remote = RemoteModule(last(), Trained)
-    with pytest.raises(Exception, match=r"Trained changes its state .* call it in eval mode"):
-        jax.vmap(remote)(X[:, None])
-    remote.eval()
-    assert_close(jax.vmap(remote)(X[:, None])[:, 0], remote(X))
 
 
 def call_module(module, x):
@@ -301,11 +260,14 @@ def call_module(module, x):
 
 
 @on_worker0
-def test_a_copy_of_a_module_elsewhere_cannot_be_trained(big_world):
+def test_a_batch_of_calls_and_a_copy_elsewhere_change_no_state(big_world):
     remote = RemoteModule(last(), Trained)
+    with pytest.raises(Exception, match=r"Trained changes its state .* call it in eval mode"):
+        jax.vmap(remote)(X[:, None])
     with pytest.raises(TypeError):
         jd.rpc_sync(1, call_module, args=(remote, X))
     remote.eval()
+    assert_close(jax.vmap(remote)(X[:, None])[:, 0], remote(X))
     assert_close(jd.rpc_sync(1, call_module, args=(remote, X)), remote(X))
 
 
@@ -376,17 +338,16 @@ class Inside(Trained):
         return self.transformation(body)(self, x)
 
 
-@pytest.mark.parametrize("transformation", [nnx.remat, nnx.jit])
+@pytest.mark.parametrize(("transformation", "staged"), [(nnx.remat, False), (nnx.jit, True)], ids=["remat", "jit"])
 @on_worker0
-def test_a_module_inside_a_transformation_of_flax_is_the_serial_one(big_world, transformation):
+def test_a_module_inside_a_transformation_of_flax_is_the_serial_one(big_world, transformation, staged):
     factory = functools.partial(Inside, transformation)
     local, remote = factory(rngs=nnx.Rngs(3)), RemoteModule(last(), factory, rng=3)
-    for staged in (False, True):
-        with jd.context():
-            loss, gradient = staged_or_not(jd.value_and_grad(distance), staged)(remote, X)
-            expected, local_gradient = nnx.value_and_grad(distance)(local, X)
-            assert_close(loss, expected, ROUNDING)
-            assert_close(gradient.parameters.to_here(), nnx.to_pure_dict(local_gradient), ROUNDING)
-        same_state(remote, local)
+    with jd.context():
+        loss, gradient = staged_or_not(jd.value_and_grad(distance), staged)(remote, X)
+        expected, local_gradient = nnx.value_and_grad(distance)(local, X)
+        assert_close(loss, expected, ROUNDING)
+        assert_close(gradient.parameters.to_here(), nnx.to_pure_dict(local_gradient), ROUNDING)
+    same_state(remote, local)
     with pytest.raises(ValueError):
         remote(X, rescales=True)

@@ -29,8 +29,7 @@ def test_a_function_beside_its_parameters(big_world, apply):
     np.testing.assert_allclose(kept.to_here(), line(local, X), rtol=1e-6)
 
 
-@pytest.mark.parametrize("apply", [line, compiled_line])
-@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize(("apply", "staged"), [(line, False), (compiled_line, True)])
 @on_worker0
 def test_gradients_of_a_functions_parameters_stay_with_them(big_world, apply, staged):
     function = RemoteFunction(last(), init_line, apply, args=(2.0,))

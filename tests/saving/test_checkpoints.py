@@ -84,12 +84,12 @@ def test_every_kind_of_value_comes_back_bit_for_bit(tmp_path):
 
 
 def trained(workers, folder, seed, steps, *, begins_at):
-    """Go on from the last checkpoint up to a step, and save; return the five values of two optimizers."""
+    """Go on from the last checkpoint up to a step, and save; return the four values of two optimizers."""
     with jd.local_workers(workers):
-        references = [jd.remote(rank(k), make_params, args=(seed + k,)) for k in range(5)]
+        references = [jd.remote(rank(k), make_params, args=(seed + k,)) for k in range(4)]
         optimizers = {
-            "adam": jd.DistributedOptimizer(optax.adam(optax.linear_schedule(0.1, 0.0, 20)), references[:4]),
-            "trace": jd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9), references[4:]),
+            "adam": jd.DistributedOptimizer(optax.adam(optax.linear_schedule(0.1, 0.0, 20)), references[:3]),
+            "trace": jd.DistributedOptimizer(optax.sgd(0.1, momentum=0.9), references[3:]),
         }
         step, _ = jd.restore(folder, optimizers=optimizers)
         assert step == begins_at
@@ -107,10 +107,9 @@ def squares(references):
 
 
 def test_optimizers_go_on_on_other_numbers_of_workers(tmp_path):
-    trained(3, tmp_path / "a", 5, 2, begins_at=0)
-    trained(2, tmp_path / "a", 50, 4, begins_at=2)
-    resumed = trained(4, tmp_path / "a", 500, 6, begins_at=4)
-    same(resumed, trained(3, tmp_path / "b", 5, 6, begins_at=0))
+    trained(3, tmp_path / "a", 5, 1, begins_at=0)
+    resumed = trained(4, tmp_path / "a", 50, 2, begins_at=1)
+    same(resumed, trained(3, tmp_path / "b", 5, 2, begins_at=0))
 
 
 def params():
@@ -119,7 +118,7 @@ def params():
 
 def ranks_alike(size, folder, steps, *, begins):
     """Train on all ranks alike, from the last checkpoint on, and save. Return the parameters, states and keys."""
-    tx = optax.adam(0.1)
+    tx = optax.sgd(0.1, momentum=0.9)
 
     def main():
         me = jd.init()
@@ -139,15 +138,15 @@ def ranks_alike(size, folder, steps, *, begins):
 
 
 def test_ranks_that_do_the_same_go_on_on_other_numbers_of_ranks(tmp_path):
-    ranks_alike(3, tmp_path, 2, begins=True)
-    ranks_alike(2, tmp_path, 4, begins=False)
-    resumed = ranks_alike(4, tmp_path, 6, begins=False)
-    unbroken = ranks_alike(3, tmp_path / "other", 6, begins=True)
+    ranks_alike(3, tmp_path, 1, begins=True)
+    ranks_alike(2, tmp_path, 2, begins=False)
+    resumed = ranks_alike(4, tmp_path, 3, begins=False)
+    unbroken = ranks_alike(3, tmp_path / "other", 3, begins=True)
     for mine, state, _ in resumed:
         same((mine, state), unbroken[0][:2])
     for one, other in zip(resumed[:2], unbroken, strict=False):  # the third's key was dropped on two ranks
         same(one[2], other[2])
-    same(resumed[3][2], jax.random.split(jax.random.split(jax.random.key(103))[0])[0])
+    same(resumed[3][2], jax.random.split(jax.random.key(103))[0])
 
 
 def in_groups(size, groups, folder, seed, *, saves=False):
@@ -225,7 +224,7 @@ def test_each_group_gets_the_slices_of_its_own(tmp_path):
     for found in in_groups(3, [(1, 0, 2)], tmp_path, 50):
         same(found, saved[0])
     with pytest.raises(jd.CheckpointError):
-        in_groups(6, [(0, 1), (2, 3), (4, 5)], tmp_path, 50)
+        in_groups(5, [(0, 1, 2, 3), (4,)], tmp_path, 50)
 
 
 def of_pairs(folder, seed, callers, *, saves=False):
@@ -411,21 +410,19 @@ def test_ctrl_c_ends_a_save_on_all_ranks_and_the_next_one_is_right(tmp_path, mon
     same(jd.spawn(main, 3), [(1, jnp.arange(3.0) + rank) for rank in range(3)])
 
 
-@pytest.mark.parametrize("callers", [1, 3])
-def test_a_disk_that_a_worker_does_not_see(tmp_path, monkeypatch, callers):
+def test_a_disk_that_a_worker_does_not_see(tmp_path, monkeypatch):
     seen, blind = pathlib.Path.is_dir, threading.Event()
     monkeypatch.setattr(pathlib.Path, "is_dir", lambda path: seen(path) and not (blind.is_set() and jd.rank() == 1))
 
     def main():
         me = jd.init()
-        if me.rank < callers:
-            tree = [jd.remote(owner, big, args=(me.rank + owner,)) for owner in (0, 1)]
-            jd.save(tmp_path, 1, jd.per_worker(tree))
-            blind.set()
-            said = r"worker1 .* does not see .*/1,.* a disk that all workers see"
-            with pytest.raises(jd.CheckpointError, match=said):
-                jd.restore(tmp_path, jd.per_worker(tree))
-            same([one.to_here() for one in tree], [big(me.rank), big(me.rank + 1)])
+        tree = [jd.remote(owner, big, args=(me.rank + owner,)) for owner in (0, 1)]
+        jd.save(tmp_path, 1, jd.per_worker(tree))
+        blind.set()
+        said = r"worker1 .* does not see .*/1,.* a disk that all workers see"
+        with pytest.raises(jd.CheckpointError, match=said):
+            jd.restore(tmp_path, jd.per_worker(tree))
+        same([one.to_here() for one in tree], [big(me.rank), big(me.rank + 1)])
         jd.shutdown()
 
     jd.spawn(main, 3)

@@ -1,6 +1,7 @@
 """The meetings of those that save together: what ends them."""
 
 import contextvars
+import itertools
 import threading
 import time
 import traceback
@@ -12,11 +13,16 @@ import jdistgrad as jd
 from jdistgrad.rpc.members.watchdog import calls_package
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.rpc.worlds.stacks import waits_of
-from jdistgrad.saving.desk import Desk, hold, meet
+from jdistgrad.saving import desk as desks
+from jdistgrad.saving.desk import Desk, hold
 from jdistgrad.threads import frames
 from jdistgrad.wire.polling import poll
 
 pytestmark = pytest.mark.one_process  # the failure of one rank ends a job
+
+
+def meet(what, said=None, workers=None, seconds=60.0):
+    return desks.meet(what, f"{jd.rank()}.{what}", said, workers, seconds)
 
 
 def stack_of(thread):
@@ -40,7 +46,7 @@ def test_a_meeting_ends_with_its_world():
     left = [one for one in set(threading.enumerate()) - before if "worker" in one.name]
     for thread in left:
         thread.join(2)  # those that have nothing to do stay for later worlds
-        assert "_gathered" not in stack_of(thread)
+        assert "hold" not in stack_of(thread)
 
 
 def test_one_that_has_shut_down_is_not_awaited():
@@ -68,11 +74,11 @@ def test_what_a_worker_waits_for_names_the_meeting():
         me = jd.init()
         worker = current_worker()
         if me.rank < 2:
-            threading.Thread(target=contextvars.copy_context().run, args=(meet, "a meeting", None)).start()
+            threading.Thread(target=contextvars.copy_context().run, args=(meet, "a meeting")).start()
             assert poll(lambda: any("in a meeting, with" in one for one in waits_of(worker, time.monotonic())), 60)
         jd.barrier()
         if me.rank == 2:
-            meet("a meeting", None)
+            meet("a meeting")
         jd.shutdown()
 
     jd.spawn(main, 3)
@@ -87,7 +93,7 @@ def test_who_waits_for_one_that_is_in_a_meeting_is_told_long_before_the_timeout(
         dp = jd.DataParallel(timeout=300)
         x = dp.average(jnp.ones(3))
         if me.rank == 1:
-            meet("a meeting", None)
+            meet("a meeting")
         else:
             with pytest.raises(jd.WorkerLostError, match=told):
                 dp.average(x)
@@ -120,7 +126,7 @@ def test_a_program_in_code_of_its_own_may_still_come_to_a_meeting():
 
 
 def come_to_a_meeting():
-    return sorted(meet("a meeting", jd.rank(), [1, 2], 60.0).items())
+    return sorted(meet("a meeting", jd.rank(), [1, 2]).items())
 
 
 def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later():
@@ -143,67 +149,67 @@ def desk():
         yield Desk()
 
 
-def come(desk, rank, what, workers=None, said=None, mine="", of_all=frozenset()):
-    return desk.arrive(what, rank, workers, said, mine, of_all)
+attempts = itertools.count()
+
+
+def come(desk, rank, what, workers=None, said=None, attempt=None):
+    return desk.arrive(what, rank, attempt or f"{rank}.{next(attempts)}", workers, said)
 
 
 def disagreeing(desk):
     """Let a disagreement be found between workers 0 and 2; worker 1 has not come."""
-    meeting, _ = come(desk, 0, "one thing")
-    other, _ = come(desk, 2, "another thing")
-    desk.compare(other, [0, 1])
-    for each in (meeting, other):
-        hold(desk, each, 1.0)
-        with pytest.raises(jd.DisagreementError, match=r"\[2\] are in another thing, worker 0 in one thing"):
-            each.end.result(0)
+    meeting, end, _ = come(desk, 0, "one thing")
+    told = r"\[2\] are in another thing, worker 0 in one thing"
+    with pytest.raises(jd.DisagreementError, match=told):
+        come(desk, 2, "another thing")
+    hold(desk, meeting, 1.0)
+    with pytest.raises(jd.DisagreementError, match=told):
+        end.result(0)
 
 
 def test_those_who_go_on_come_to_the_next_meeting_of_the_name(desk):
-    meeting, _ = come(desk, 0, "a meeting", [0], "first")
+    meeting, end, _ = come(desk, 0, "a meeting", [0], "first")
     found = []
-    meeting.end.add_done_callback(lambda _: found.append(come(desk, 0, "a meeting", [0], "second")))
+    end.add_done_callback(lambda _: found.append(come(desk, 0, "a meeting", [0], "second")))
     hold(desk, meeting, 1.0)
-    assert meeting.end.result() == {0: "first"}
-    (next_meeting, first_there), *_ = found
+    assert end.result() == {0: "first"}
+    ((next_meeting, _, first_there),) = found
     assert first_there
     assert next_meeting.said == {0: "second"}
 
 
-def test_one_who_comes_after_a_disagreement_is_told_once(desk):
+@pytest.mark.parametrize("what", ["one thing", "another thing", "a third thing"])
+def test_one_who_comes_after_a_disagreement_is_told_once(desk, what):
     """Or it would hold a meeting without the others, which may only serve by now."""
-    disagreeing(desk)
-    alone, _ = come(desk, 1, "a third thing", [1])
-    with pytest.raises(jd.DisagreementError, match="did not come to"):
-        desk.close(alone)
-    desk.fail(alone, ValueError("as hold does"))
-    together = {id(come(desk, rank, "a third thing")[0]) for rank in range(3)}
-    assert len(together) == 1
-
-
-@pytest.mark.parametrize("what", ["one thing", "another thing"])
-def test_one_who_comes_late_to_either_of_two_that_disagreed_does_not_wait(desk, what):
     disagreeing(desk)
     with pytest.raises(jd.DisagreementError):
         come(desk, 1, what)
-    assert come(desk, 1, what)[1]
+    assert len({id(come(desk, rank, what)[0]) for rank in range(3)}) == 1
 
 
-def test_of_three_things_all_are_told(desk):
-    meetings = [come(desk, rank, f"thing {rank}")[0] for rank in range(3)]
-    desk.compare(meetings[0], [1, 2])
-    for one in meetings:
-        hold(desk, one, 1.0)
-        assert isinstance(one.end.exception(0), jd.DisagreementError)
-    assert len({id(come(desk, rank, "one thing")[0]) for rank in range(3)}) == 1
+def test_one_who_has_missed_a_disagreement_may_meet_others_or_those_who_have_come_again(desk):
+    disagreeing(desk)
+    assert come(desk, 1, "of some", [1])[2]
+    disagreeing(desk)
+    assert [come(desk, rank, "a third thing")[2] for rank in range(3)] == [True, False, False]
 
 
 def test_one_who_leaves_an_attempt_is_awaited_no_more(desk):
-    attempts = frozenset("abc")
-    meeting, _ = come(desk, 0, "part 1", [0, 1, 2], mine="a", of_all=attempts)
+    meeting, end, _ = come(desk, 0, "a save", [0, 1], attempt="a")
+    come(desk, 1, "a save", [0, 1], attempt="b")
+    hold(desk, meeting, 1.0)
+    assert set(end.result(0)) == {0, 1}
+    again, end, first = come(desk, 0, "a save", [0, 1], attempt="a")
+    assert (again, first) == (meeting, True)
     desk.leave("b", "worker1 has left")
     hold(desk, meeting, 1.0)
-    for told in (lambda: meeting.end.result(0), lambda: come(desk, 2, "part 1", mine="c", of_all=attempts)):
-        with pytest.raises(jd.CheckpointError, match="worker1 has left"):
+    desk.leave("c", "worker2 has left, which has not come yet")
+    for told in (
+        lambda: end.result(0),
+        lambda: come(desk, 1, "a save", attempt="b"),
+        lambda: come(desk, 2, "", attempt="c"),
+    ):
+        with pytest.raises(jd.CheckpointError, match="has left"):
             told()
-    first, _ = come(desk, 1, "the next", mine="e")
-    assert come(desk, 0, "the next", mine="d") == (first, False)
+    first = come(desk, 1, "the next")[0]
+    assert come(desk, 0, "the next")[0] is first
