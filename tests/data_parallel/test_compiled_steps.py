@@ -8,7 +8,7 @@ from helpers.data import assert_close
 from helpers.models import SMALL, batch, gradient, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
-from jdistgrad.data_parallel.collectives import mpi
+from jdistgrad.data_parallel.collectives import mpi, mpi_in_programs
 from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 
@@ -56,7 +56,8 @@ def test_no_sync_and_average_in_one_program(big_world, rank, size):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "bool"])
 @on_every_worker
 def test_arrays_larger_than_mpi_can_count_go_in_pieces(big_world, monkeypatch, dtype, rank, size):
-    monkeypatch.setattr(mpi, "CHUNK", 40)
+    for module in (mpi, mpi_in_programs):
+        monkeypatch.setattr(module, "CHUNK", 40)
     c = of_this_world()
     x = jnp.asarray((np.arange(66).reshape(6, 11) + rank) % 3, dtype)
     every = [jnp.asarray((np.arange(66).reshape(6, 11) + r) % 3, dtype) for r in range(size)]
