@@ -91,11 +91,12 @@ def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
 
 def shared(timeout: float = TIMEOUT) -> HostCollectives:
     """Return the world's shared collectives, made on first use, within a timeout. Every worker must call it."""
-    found = world.kept("collectives")
-    if found is None:
-        found = of_this_world(timeout=timeout)
-        found.timeout = TIMEOUT
-        world.keep("collectives", found)
+    kept = current_worker().kept
+    if "collectives" not in kept:
+        made = of_this_world(timeout=timeout)
+        made.timeout = TIMEOUT
+        kept["collectives"] = made
+    found: HostCollectives = kept["collectives"]
     return found
 
 
