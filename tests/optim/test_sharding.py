@@ -224,8 +224,7 @@ def test_a_transformation_is_exact_or_refused(world, name, rank, size):
     assert_close(mine[1], serial[1], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("average", [True, False])
-@pytest.mark.parametrize("jitted", [False, True], ids=["called", "jit"])
+@pytest.mark.parametrize(("average", "jitted"), [(True, True), (False, False)], ids=["jit", "called"])
 @pytest.mark.parametrize("most", [0.5, 1e6])
 @on_every_worker
 def test_clipping_by_the_norm_over_all_slices(world, average, jitted, most, rank, size):

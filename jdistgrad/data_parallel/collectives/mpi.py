@@ -25,7 +25,7 @@ from jdistgrad.data_parallel.collectives.rank_devices import default_device
 from jdistgrad.data_parallel.collectives.roll_call import Meeting, missing_ranks, waits_no_longer
 from jdistgrad.data_parallel.collectives.send_recv import Peer, wait_for_letter
 from jdistgrad.data_parallel.collectives.spanning import Finish, Program, Span, at_home, in_one_order, where_it_was
-from jdistgrad.data_parallel.collectives.world import FOR_ANY_WORLD, CollectiveEntry, WatchedBlock
+from jdistgrad.data_parallel.collectives.world import FOR_ANY_WORLD, CollectiveEntry, WatchedBlock, raise_lost
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.serving.failures import in_short
@@ -108,14 +108,17 @@ class MPI(HostCollectives):
         from mpi4py import MPI as mpi  # noqa: N811
 
         everybody = bytearray(len(word) * self.size)
-        with self._naming_lost(what):
+        with communicators.naming_lost(self.world_ranks, what, patient=not self.voting):
             request = self.comm.Iallgather(word, everybody)
             communicators.keep(request, word, everybody)
             together = self.together(what, blocking=False)
 
         def has_ended() -> bool:
-            with self._naming_lost(what):
+            try:
                 return bool(request.Test())
+            except Exception as error:
+                raise_lost(error, self.world_ranks, what, patient=not self.voting)
+                raise
 
         def wait(timeout: float) -> list[bytes]:
             if not has_ended():
@@ -128,9 +131,6 @@ class MPI(HostCollectives):
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
         return wait, has_ended
-
-    def _naming_lost(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return communicators.naming_lost(self.world_ranks, what, patient=not self.voting)
 
     def _wait_for(self, has_ended: Callable[[], bool], what: str, timeout: float, together: WatchedBlock) -> None:
         def check() -> None:
