@@ -14,7 +14,7 @@ from jdistgrad._compat import trace_context
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced
 from jdistgrad.data_parallel.buckets.static_parts import enclosed, has_functions, on_opened, opened
 from jdistgrad.data_parallel.collectives import rank_devices
-from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives
+from jdistgrad.data_parallel.collectives.host import TIMEOUT
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.spanning import (
@@ -117,13 +117,16 @@ class Devices(MPI):
             raise CollectiveError(f"{what} was not run: ranks {failed} could not compile it, see their errors")
         self.span.compiled.add(key)
 
-    def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        try:  # at once, in the program's order: devices compute beside the program
-            future.set_result(operation(self))
-        except Exception as error:
-            future.set_exception(error)
-        return future
+    def _starter(self) -> Callable[[Callable[[Any], Any]], concurrent.futures.Future[Any]]:
+        def start(operation: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
+            future = concurrent.futures.Future[Any]()
+            try:  # at once, in the program's order: devices compute beside the program
+                future.set_result(operation(self))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+        return start
 
     def jit(self, function: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> Callable[..., Any]:
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)

@@ -45,7 +45,7 @@ class HostCollectives(Collectives):
     meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
     turn: int = 0  # the number of operations so far; with the group it identifies an operation to the watchdog
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
-    _beside: Any = None  # runs the operations that were started
+    _beside: Any = None  # starts operations beside the program
     _closed: bool = False
     _of_programs: Any = None  # the group over the channel of compiled programs, if they have one
 
@@ -121,9 +121,13 @@ class HostCollectives(Collectives):
         """
         if self._beside is None:
             self.agree("the first start of an operation beside the program")
-            self._beside = InTurn(self.twin())
-        future: concurrent.futures.Future[T] = self._beside.start(operation)
+            self._beside = self._starter()
+        future: concurrent.futures.Future[T] = self._beside(operation)
         return future
+
+    def _starter(self) -> Callable[[Callable[[Any], Any]], concurrent.futures.Future[Any]]:
+        """Return what starts operations."""
+        return InTurn(self.twin()).start
 
     def close(self) -> None:
         """Give up this group: its channels are freed, and it refuses further use. Every rank must call it."""
@@ -133,7 +137,7 @@ class HostCollectives(Collectives):
         self.agree("the end of these collectives")
         self._closed = True
         if self._beside is not None:
-            self.start(lambda beside: beside.close()).result()
+            self._beside(lambda beside: beside.close()).result()
         self.free()
         self.refusal = CollectiveError(f"{self!r} has been closed. Make new collectives.")
         (self._of_programs or self).refusal = self.refusal

@@ -62,13 +62,13 @@ class Mesh(Collectives):
         return [mine] * self.size
 
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        carried = _carrier(x.dtype)
+        here, carried = self.rank, _carrier(x.dtype)  # raises where there is no such axis
         if carried != x.dtype:
             return self.perform(name, x.astype(carried), how).astype(x.dtype)
         if name == "allgather":
             return lax.all_gather(x, self.axis_name)
         if name == "broadcast":
-            kept = jnp.where(self.rank == how, x, jnp.zeros_like(x))
+            kept = jnp.where(here == how, x, jnp.zeros_like(x))
             if x.dtype == bool:
                 return lax.psum(kept.astype(jnp.int8), self.axis_name).astype(bool)
             return lax.psum(kept, self.axis_name)
