@@ -182,24 +182,6 @@ def test_ranks_vectorize_alike_whatever_they_compute_before(big_world, name, ran
 
 
 @on_every_worker
-def test_memory_larger_than_a_chunk(world, monkeypatch, rank, size):
-    # A smaller limit tests the path for arrays larger than MPI can count.
-    from jdistgrad.data_parallel.collectives import mpi
-
-    monkeypatch.setattr(mpi, "CHUNK", 1000)
-    c = of_this_world()
-    for dtype in ("float64", "bfloat16"):
-        memory = (np.arange(1777) % 50 + rank).astype(jnp.dtype(dtype))
-        c.reduce_in_place(memory)
-        np.testing.assert_array_equal(memory, (np.arange(1777) % 50 * size + sum(range(size))).astype(memory.dtype))
-        memory = np.full(1777, rank, jnp.dtype(dtype))
-        c.broadcast_in_place(memory, size - 1)
-        assert (memory == size - 1).all()
-        stacked = c.moved("allgather", np.full((7, 111), rank, jnp.dtype(dtype)), None)
-        assert [float(part.astype("float32").mean()) for part in stacked] == list(range(size))
-
-
-@on_every_worker
 def test_ranks_in_different_operations_are_told(big_world, rank, size):
     c = of_this_world()
     with pytest.raises(DisagreementError, match=r"rank 0 does sum of float32\[3\], rank 2 does sum of float32\[4\]"):
