@@ -1,7 +1,5 @@
 """Local SGD: ranks that train alone and average their parameters every few steps."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -157,19 +155,18 @@ def learn(tx, texts):
 
 
 def test_a_language_model_with_few_exchanges_learns_as_well():
-    plain = optax.adam(3e-3)
+    plain, outer, size = optax.adam(3e-3), optax.sgd(0.7, momentum=0.9, nesterov=True), 3
     adam = optax.GradientTransformation(plain.init, jax.jit(plain.update))
 
-    def main(local):
+    def main():
         me = jd.init()
-        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
-        tx = local_sgd(adam, every=20, outer=outer) if local else optax.chain(average_gradients(), adam)
-        model = learn(tx, draw_texts(me.rank))
+        model = learn(local_sgd(adam, every=20, outer=outer), draw_texts(me.rank))
         jd.shutdown()
         return model
 
     held_out = draw_texts(1000).reshape(-1, 3)
-    models = [jd.spawn(functools.partial(main, local), 3)[0] for local in (False, True)]
+    of_all_ranks = np.concatenate([draw_texts(rank) for rank in range(size)], axis=1)
+    models = learn(adam, of_all_ranks), jd.spawn(main, size)[0]
     synchronous, few = (float(text_loss(model, held_out)) for model in models)
     assert synchronous < 0.9 * float(text_loss(new_model(), held_out))
     assert few < 1.02 * synchronous, (few, synchronous)
