@@ -35,7 +35,7 @@ from jdistgrad.wire import launcher_env
 from jdistgrad.wire.arrays import ALIAS_FROM, EXTENSIONS_FROM, bytes_of
 from jdistgrad.wire.polling import poll
 
-SUMMED = 2 << 20  # bytes, see ``sum_blocks``
+SUMMED = 2 << 20  # bytes, see ``_sum_blocks``
 HERE_TAG, OBJECTS_TAG = 31_073, 31_075
 GRACE_SECONDS = 3.0
 UNDER_WAY_SECONDS = 0.1  # what a lost worker has sent may still come

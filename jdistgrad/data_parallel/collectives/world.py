@@ -1,4 +1,4 @@
-"""The current world, as the collectives use it: this worker's place, its watchdog, and values kept for the world."""
+"""The current world, as the collectives use it: its watchdog, its lost workers, and values kept for the world."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, cast
