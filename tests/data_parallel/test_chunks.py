@@ -21,10 +21,10 @@ def small_chunks(monkeypatch):
 
 
 def leaves(rank):
-    return [jnp.arange(size, dtype=jnp.float32) * (1 + rank) + k for k, size in enumerate(SIZES)]
+    return [jnp.asarray(np.arange(size, dtype=np.float32) * (1 + rank) + k) for k, size in enumerate(SIZES)]
 
 
-@pytest.mark.parametrize("cap", [None, 1e-5], ids=str)
+@pytest.mark.parametrize("cap", [None, 3e-4], ids=str)
 @on_every_worker
 def test_leaves_around_the_ends_of_chunks(small_chunks, big_world, cap, rank, size):
     found = DataParallel(bucket_cap_mb=cap).average(leaves(rank))
@@ -74,12 +74,11 @@ def test_types_of_eight_bytes_and_more(big_world, dtype, rank, size):
             np.testing.assert_allclose(found, np.arange(5) + (size - 1) / 2)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3b11fnuz", "float8_e4m3fn"])
 @on_every_worker
-def test_narrow_floats_whose_letters_mean_other_types_to_mpi(big_world, rank, size):
-    dtypes = "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2", "float8_e4m3fn"
-    own = [jnp.asarray(np.full(8, 1.0 + rank), getattr(ml_dtypes, dtype)) for dtype in dtypes]
-    for total in of_this_world().allreduce(own):
-        np.testing.assert_array_equal(np.asarray(total, np.float32), np.full(8, sum(range(1, size + 1))))
+def test_narrow_floats_whose_letters_mean_other_types_to_mpi(big_world, dtype, rank, size):
+    total = of_this_world().allreduce(jnp.asarray(np.full(8, 1.0 + rank), getattr(ml_dtypes, dtype)))
+    np.testing.assert_array_equal(np.asarray(total, np.float32), np.full(8, sum(range(1, size + 1))))
 
 
 @on_every_worker
@@ -87,10 +86,3 @@ def test_arrays_in_the_order_of_fortran_are_broadcast(big_world, rank, size):
     own = np.asfortranarray(np.arange(6.0, dtype=np.float32).reshape(2, 3) + rank)
     found = DataParallel().broadcast({"w": own}, root=1)["w"]
     np.testing.assert_array_equal(found, np.arange(6).reshape(2, 3) + 1)
-
-
-@on_every_worker
-def test_numpy_leaves_of_a_type_that_jax_has_not_here(world, rank, size):
-    found = DataParallel().average({"w": np.full(3, 1.0 + rank)})["w"]
-    assert found.dtype == jnp.ones(3).dtype
-    np.testing.assert_allclose(found, np.full(3, (1 + size) / 2))
