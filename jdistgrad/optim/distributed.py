@@ -147,7 +147,8 @@ class DistributedOptimizer(Corrected):
         A third part, ``"owned"``, holds no arrays: its keys say which values each owner has.
         """
         self._require_its_world("optimizer.state")
-        found = self._everywhere(owner.state)
+        each = self._owned.values()
+        found = _all([api.rpc_async(owned.owner, owner.OwnedParameters.state, (owned,)) for owned in each])
         values: list[Any] = [None] * len(self._rrefs)
         for mine, (here, _) in zip(self._numbers.values(), found, strict=True):
             for number, value in zip(mine, here, strict=True):
@@ -167,9 +168,10 @@ class DistributedOptimizer(Corrected):
         """
         self._require_its_world("optimizer.restore")
         parts = zip(self._owned.values(), references_kept(self._parts(state)), strict=True)
-        prepared = [(owned, api.remote(owned.owner, owner.prepare, (owned.id, part))) for owned, part in parts]
+        there = owner.OwnedParameters
+        prepared = [(owned, api.remote(owned.owner, there.prepare, (owned, part))) for owned, part in parts]
         _all([part.creation() for _, part in prepared])
-        _all([api.rpc_async(owned.owner, owner.put_back, (owned.id, part.id)) for owned, part in prepared])
+        _all([api.rpc_async(owned.owner, there.put_back, (owned, part)) for owned, part in prepared])
 
     def _require_its_world(self, what: str) -> None:
         """Raise StaleReferenceError in another world, where others may have the ids of these references."""

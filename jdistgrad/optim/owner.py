@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import operator
 import threading
-import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,15 +22,13 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, shown_as
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.serving.failures import add_note
-from jdistgrad.rpc.worker import Worker, current_worker
+from jdistgrad.rpc.worker import current_worker
 
 LEAF = jax.tree.structure(0)
 
 Gradient = Sequence[Any]  # of one value: an array for each of its float arrays, None if nothing was contributed to it
 
 Saved = dict[str, dict[int, Any]]  # an owner's part of a saved state: "values" and "states", by their places in it
-
-_locks: "weakref.WeakKeyDictionary[Worker, threading.Lock]" = weakref.WeakKeyDictionary()
 
 
 class Value(NamedTuple):
@@ -85,7 +82,7 @@ class OwnedParameters:
 
     def __init__(self, transformation: optax.GradientTransformation, rrefs: Sequence[RRef[Any]]):
         self._rrefs, self._owned = list(rrefs), current_worker().references.owned
-        self._lock = _locks.setdefault(current_worker(), threading.Lock())
+        self._lock = current_worker().kept.setdefault("optimizers", threading.Lock())
         self.transformation = transformation
         self._forms = [Form() for _ in rrefs]
         values = [Value.of(rref.local_value()) for rref in rrefs]
@@ -134,11 +131,13 @@ class OwnedParameters:
         each = zip(gradients, self._own, strict=True)
         return [one if all(own) else list(itertools.compress(one, own)) for one, own in each]
 
+    @shown_as("the fetch of an optimizer's state")
     def state(self) -> tuple[list[Any], Any]:
         """Return the values and the transformation's state, consistent with each other."""
         with self._lock:
             return [rref.local_value() for rref in self._rrefs], self._state
 
+    @shown_as("the check of an optimizer's saved state")
     def prepare(self, saved: Saved) -> Saved:
         """Check that saved values and state fit the current ones; return them for ``put_back``. Changes nothing."""
         values, state = self.state()
@@ -154,6 +153,7 @@ class OwnedParameters:
             )
         return restoring.converted(saved, known)
 
+    @shown_as("the return of an optimizer's saved state")
     def put_back(self, prepared: Saved) -> None:
         with self._lock:
             (self._state,) = prepared["states"].values()
@@ -180,7 +180,7 @@ def _unflattened(trees: Any, leaves: Any) -> list[Any]:
     return [jax.tree.unflatten(tree, mine) for tree, mine in zip(trees, leaves, strict=True)]
 
 
-# The functions that the optimizer calls on owners. The optimizer holds a reference to the parameters: an id is enough.
+# The functions that a step calls on owners. The optimizer holds a reference to the parameters: an id is enough.
 
 
 @shown_as("the start of an optimizer on an owner")
@@ -262,18 +262,3 @@ def require_finite(owners: Sequence[str], finite: Sequence[Any]) -> None:
     bad = [owner for owner, one in zip(owners, finite, strict=True) if not one]
     if bad:
         raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)
-
-
-@shown_as("the fetch of an optimizer's state")
-def state(identifier: int) -> tuple[list[Any], Any]:
-    return _known(identifier).state()
-
-
-@shown_as("the check of an optimizer's saved state")
-def prepare(identifier: int, saved: Saved) -> Saved:
-    return _known(identifier).prepare(saved)
-
-
-@shown_as("the return of an optimizer's saved state")
-def put_back(identifier: int, prepared: int) -> None:
-    _known(identifier).put_back(current_worker().references.owned.value(prepared).result())

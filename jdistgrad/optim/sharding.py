@@ -62,15 +62,17 @@ def shard_state(
       >>> value, gradients = jax.value_and_grad(loss)(params, batch_of_this_rank)
       >>> updates, state = tx.update(gradients, state, params)
     """
-    inner, limits, group = with_extra_arguments(tx), limits_of(bucket_cap_mb), _group(collectives)
+    inner, limits = with_extra_arguments(tx), limits_of(bucket_cap_mb)
+    if collectives is not None:
+        require_collectives("shard_state", collectives)
 
     def init(params: Any) -> Any:
         if try_first:
             require_elementwise(inner, params)
-        return inner.init(_slices(params, group()))
+        return inner.init(_slices(params, _chosen(collectives)))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        all_ = group()
+        all_ = _chosen(collectives)
         mine = None if params is None else _slices(params, all_)
         own = _averaged_slices(updates, all_, limits) if average else _slices(updates, all_)
         if max_global_norm is not None:
@@ -94,7 +96,7 @@ def gather_state(
     Raises:
       ValueError: the state has a part that is no slice of a parameter for so many ranks.
     """
-    all_ = _group(collectives)()
+    all_ = _chosen(collectives)
 
     def whole(part: jax.Array, like: Any) -> jax.Array:
         slice_ = (-(-math.prod(jnp.shape(like)) // all_.size),)
@@ -115,7 +117,7 @@ def divide_state(
       >>> whole = gather_state(inner, state, params)  # on 4 ranks
       >>> state = divide_state(inner, whole, params)  # on 2
     """
-    all_ = _group(collectives)()
+    all_ = _chosen(collectives)
 
     def part(leaf: Any, like: Any) -> Any:
         _require_shape("divide_state", leaf, jnp.shape(like), "a whole", jnp.shape(like))
@@ -160,10 +162,11 @@ def on_parameters(
     return jax.tree.map(apply, marked, state, is_leaf=lambda node: isinstance(node, _Place))
 
 
-def _group(collectives: Collectives | None) -> Callable[[], Collectives]:
-    if collectives is not None:
-        require_collectives("a sharded state", collectives)
-    return lambda: shared() if collectives is None else collectives
+def _chosen(collectives: Collectives | None) -> Collectives:
+    if collectives is None:
+        return shared()
+    require_collectives("a sharded state", collectives)
+    return collectives
 
 
 def _slices(tree: Any, all_: Collectives) -> Any:
@@ -218,16 +221,11 @@ def _gathered(slices: Any, like: Any, all_: Collectives, limits: Sequence[int]) 
     parts, structure = jax.tree.flatten(slices)
     whole, shapes = list(parts), [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
     for chosen in plan_buckets(parts, [max(1, limit // all_.size) for limit in limits], large_alone=True):
-        rows = all_.gather_same(_joined([parts[k] for k in chosen]))
+        rows = all_.gather_same(jnp.concatenate([parts[k] for k in chosen]))
         found = _put_together(rows, tuple(parts[k].size for k in chosen), tuple(shapes[k] for k in chosen))
         for k, leaf in zip(chosen, found, strict=True):
             whole[k] = leaf
     return jax.tree.unflatten(structure, whole)
-
-
-@jax.jit
-def _joined(parts: list[jax.Array]) -> jax.Array:
-    return jnp.concatenate(parts)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

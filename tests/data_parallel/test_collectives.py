@@ -30,36 +30,38 @@ def value(rank, shape, dtype):
 @on_every_worker
 def test_sums_of_every_dtype_and_shape(world, rank, size):
     c = of_this_world()
-    for dtype in DTYPES:
-        for shape in SHAPES if dtype == "float32" else SHAPES[2:3]:
-            expected = sum(np.asarray(value(r, shape, dtype)).astype("complex64") for r in range(size))
-            for run in (c.allreduce, jax.jit(c.allreduce)):
-                got = run(value(rank, shape, dtype))
-                assert (got.dtype, got.shape) == (jnp.dtype(dtype), shape)
-                np.testing.assert_array_equal(np.asarray(got).astype("complex64"), expected)
-
-
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
-@on_every_worker
-def test_integers_of_less_than_a_byte(world, dtype, rank, size):
-    c = of_this_world()
-    x = jnp.full((3, 2), rank + 1, dtype)
-    for wrap in (lambda f: f, jax.jit):
-        found = wrap(lambda x: (c.allreduce(x), c.allreduce(x, "max"), c.broadcast(x, size - 1), c.allgather(x)))(x)
-        expected = sum(range(1, size + 1)), size, size, np.arange(1, size + 1).reshape(-1, 1, 1)
-        for got, each in zip(found, expected, strict=True):
-            assert got.dtype == x.dtype
-            around = (each + 8) % 16 - 8 if dtype == "int4" else each  # the sum of four ranks is 10
-            np.testing.assert_array_equal(np.asarray(got).astype("int32"), np.broadcast_to(around, got.shape))
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16", "int32", "uint32"])
-@on_every_worker
-def test_sums_of_integers_wrap_around_as_in_jax(world, dtype, rank, size):
-    c, held = of_this_world(), jnp.iinfo(dtype)
-    own = [jnp.full(100, held.max if r < 2 else held.min + r, dtype) for r in range(size)]  # long enough for vectors
+    kinds = [(shape, dtype) for dtype in DTYPES for shape in (SHAPES if dtype == "float32" else SHAPES[2:3])]
     for run in (c.allreduce, jax.jit(c.allreduce)):
-        np.testing.assert_array_equal(run(own[rank]), jnp.stack(own).sum(axis=0, dtype=dtype))
+        for (shape, dtype), got in zip(kinds, run([value(rank, *kind) for kind in kinds]), strict=True):
+            expected = sum(np.asarray(value(r, shape, dtype)).astype("complex64") for r in range(size))
+            assert (got.dtype, got.shape) == (jnp.dtype(dtype), shape)
+            np.testing.assert_array_equal(np.asarray(got).astype("complex64"), expected)
+
+
+@on_every_worker
+def test_integers_of_less_than_a_byte(world, rank, size):
+    c = of_this_world()
+    xs = {dtype: jnp.full((3, 2), rank + 1, dtype) for dtype in ("int4", "uint4")}
+    expected = sum(range(1, size + 1)), size, size, np.arange(1, size + 1).reshape(-1, 1, 1)
+    for wrap in (lambda f: f, jax.jit):
+        found = wrap(lambda x: (c.allreduce(x), c.allreduce(x, "max"), c.broadcast(x, size - 1), c.allgather(x)))(xs)
+        for by_dtype, each in zip(found, expected, strict=True):
+            for dtype, got in by_dtype.items():
+                assert got.dtype == dtype
+                around = (each + 8) % 16 - 8 if dtype == "int4" else each  # the sum of four ranks is 10
+                np.testing.assert_array_equal(np.asarray(got).astype("int32"), np.broadcast_to(around, got.shape))
+
+
+@on_every_worker
+def test_sums_of_integers_wrap_around_as_in_jax(world, rank, size):
+    c, own = of_this_world(), []
+    for r in range(size):  # long enough for vectors
+        held = {dtype: jnp.iinfo(dtype) for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32")}
+        own.append({name: jnp.full(100, one.max if r < 2 else one.min + r, name) for name, one in held.items()})
+    for run in (c.allreduce, jax.jit(c.allreduce)):
+        for dtype, found in run(own[rank]).items():
+            expected = jnp.stack([one[dtype] for one in own]).sum(axis=0, dtype=dtype)
+            np.testing.assert_array_equal(found, expected)
 
 
 @on_every_worker
@@ -118,38 +120,56 @@ def weight(rank, y):
     return jnp.sum(jnp.sin(y) * np.random.default_rng(rank).normal(size=y.shape)) * (rank + 1)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-@on_every_worker
-def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name, rank, size):
+def in_one_piece(name, xs):
+    """Return what all ranks get, and derivatives of the sum of their losses: first, forward along these, second."""
+
     def losses(xs):
         return sum(weight(r, y) for r, y in enumerate(everybody(name, xs)))
 
     def squares(xs):
         return sum(jnp.sum(g**2) for g in jax.grad(losses)(xs))
 
-    inputs = [np.random.default_rng(80 + r).normal(size=(3, 2)).astype("float32") for r in range(big_world.size)]
-    first, second = serially(jax.grad(losses), inputs), serially(jax.grad(squares), inputs)
+    first = jax.grad(losses)(xs)
+    found, forward = jax.jvp(functools.partial(everybody, name), (xs,), (first,))
+    return found, first, forward, jax.grad(squares)(xs)
+
+
+IN_ONE_PIECE = {name: functools.partial(in_one_piece, name) for name in OPERATIONS}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+@on_every_worker
+def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name, rank, size):
+    inputs = [np.random.default_rng(80 + r).normal(size=(3, 2)).astype("float32") for r in range(size)]
+    expected, first, forward, second = serially(IN_ONE_PIECE[name], inputs)
     c, x = of_this_world(), jnp.asarray(inputs[rank])
-    for run in (lambda x: OPERATIONS[name](c, x), jax.jit(lambda x: OPERATIONS[name](c, x))):
-        np.testing.assert_allclose(run(x), everybody(name, inputs)[rank], rtol=1e-6)
+
+    def run(x):
+        return OPERATIONS[name](c, x)
 
     def derivative(x):
-        return jax.grad(lambda x: weight(rank, OPERATIONS[name](c, x)))(x)
+        return jax.grad(lambda x: weight(rank, run(x)))(x)
 
-    twice = jax.jit(jax.grad(lambda x: jnp.sum(derivative(x) ** 2)))
+    def both(x):
+        return run(x), derivative(x)
+
+    def all_(x):
+        return *both(x), jax.grad(lambda x: jnp.sum(derivative(x) ** 2))(x)
+
     if name != "max":
-        _, forward = serially(lambda xs, ts: jax.jvp(functools.partial(everybody, name), (xs,), (ts,)), inputs, first)
-        _, found = jax.jvp(lambda x: OPERATIONS[name](c, x), (x,), (jnp.asarray(first[rank]),))
+        _, found = jax.jvp(run, (x,), (jnp.asarray(first[rank]),))
         np.testing.assert_allclose(found, forward[rank], rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(derivative(x), first[rank], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(jax.jit(derivative)(x), first[rank], rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(twice(x), second[rank], rtol=1e-4, atol=1e-5)
+    for found, gradient, *twice in (both(x), jax.jit(all_)(x)):
+        np.testing.assert_allclose(found, expected[rank], rtol=1e-6)
+        np.testing.assert_allclose(gradient, first[rank], rtol=1e-5, atol=1e-6)
+        for one in twice:
+            np.testing.assert_allclose(one, second[rank], rtol=1e-4, atol=1e-5)
 
 
 OWN_PROGRAMS = (lambda p: jnp.arange(9.0).reshape(3, 3) @ p, lambda p: 2 * p, jnp.cumsum)
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", ["sum", "max", "broadcast", "gather", "blocks", "unequal blocks", "scatter", "shift"])
 @on_every_worker
 def test_ranks_vectorize_alike_whatever_they_compute_before(big_world, name, rank, size):
     """Where JAX leaves the axis of a batch depends on each rank's own program."""
@@ -159,24 +179,6 @@ def test_ranks_vectorize_alike_whatever_they_compute_before(big_world, name, ran
     found = jax.jit(jax.vmap(lambda p: OPERATIONS[name](c, mine(p))))(ps)
     expected = [everybody(name, [rows[k] for rows in inputs])[rank] for k in range(3)]
     np.testing.assert_allclose(found, np.stack(expected), rtol=1e-5)
-
-
-@on_every_worker
-def test_memory_larger_than_a_chunk(world, monkeypatch, rank, size):
-    # A smaller limit tests the path for arrays larger than MPI can count.
-    from jdistgrad.data_parallel.collectives import mpi
-
-    monkeypatch.setattr(mpi, "CHUNK", 1000)
-    c = of_this_world()
-    for dtype in ("float64", "bfloat16"):
-        memory = (np.arange(1777) % 50 + rank).astype(jnp.dtype(dtype))
-        c.reduce_in_place(memory)
-        np.testing.assert_array_equal(memory, (np.arange(1777) % 50 * size + sum(range(size))).astype(memory.dtype))
-        memory = np.full(1777, rank, jnp.dtype(dtype))
-        c.broadcast_in_place(memory, size - 1)
-        assert (memory == size - 1).all()
-        stacked = c.gather_arrays(np.full((7, 111), rank, jnp.dtype(dtype)))
-        assert [float(part.astype("float32").mean()) for part in stacked] == list(range(size))
 
 
 @on_every_worker

@@ -1,4 +1,4 @@
-"""Compiled steps that ranks take in different orders or unequal numbers: an error on every rank, never a wrong sum."""
+"""Compiled steps; and those that ranks take in different orders or numbers: an error on every rank, no wrong sum."""
 
 import time
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers.data import assert_close, unaligned
-from helpers.models import SMALL, batch, loss, parameters, serial
+from helpers.models import SMALL, batch, gradient, loss, parameters, serial
 from helpers.worlds import last, on_every_worker, on_worker0
 
 import jdistgrad as jd
@@ -132,3 +132,36 @@ def test_called_workers_wait_for_one_that_is_busy_or_called_later(big_world, pau
     first = jd.rpc_async(2, mean_of_trainers)
     time.sleep(pause)
     assert [jd.rpc_sync(1, mean_of_trainers), first.result()] == [1.5, 1.5]
+
+
+def averaged(size):
+    return serial(loss, parameters(), [batch(r) for r in range(size)])[1]
+
+
+@on_every_worker
+def test_a_step_whose_arguments_are_constants_of_the_program(big_world, rank, size):
+    # No argument of the step is a tracer, but the step must still be compiled and run each time.
+    dp, params, x, sums = DataParallel(bucket_cap_mb=SMALL), parameters(), batch(rank), jd.collectives.of_this_world()
+    run = jax.jit(lambda: (dp.value_and_grad(loss)(params, x)[1], dp.average(params), sums.allreduce(x[0])))
+    for _ in range(2):
+        gradients, mean, total = run()
+        assert_close(gradients, averaged(size))
+        assert_close(mean, params)
+        np.testing.assert_allclose(total, sum(batch(r)[0] for r in range(size)), rtol=1e-5, atol=1e-6)
+    assert dp.statistics().steps == 0
+
+
+@on_every_worker
+def test_no_sync_and_average_in_one_program(big_world, rank, size):
+    dp = DataParallel()
+    step = dp.value_and_grad(loss)
+
+    @jax.jit
+    def accumulated(params, x):
+        with dp.no_sync():
+            own = step(params, x)[1]
+            return own, dp.average(own)
+
+    own, mean = accumulated(parameters(), batch(rank))
+    assert_close(own, gradient(loss)(parameters(), batch(rank)))
+    assert_close(mean, averaged(size))

@@ -74,8 +74,11 @@ def first_and_second(loss, params, direction):
 
 def whole(size, x):
     all_params = [parameters(rank, size) for rank in range(size)]
-    along = jax.tree.map(np.cos, all_params)
-    return serially(lambda p: first_and_second(lambda p: in_one_piece(p, x), p, along), all_params)
+    return serially(derivatives_in_one_piece, all_params, jax.tree.map(np.cos, all_params), x)
+
+
+def derivatives_in_one_piece(all_params, along, x):
+    return first_and_second(lambda p: in_one_piece(p, x), all_params, along)
 
 
 def compare(found, expected, rank, size):
@@ -85,7 +88,7 @@ def compare(found, expected, rank, size):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), mine, all_[rank])
 
 
-@pytest.mark.world(3, 4)
+@pytest.mark.world(3)
 @pytest.mark.parametrize("compiled", [False, True])
 @on_every_worker
 def test_derivatives_of_both_orders_are_those_of_the_program_in_one_piece(world, compiled, rank, size):
@@ -102,7 +105,7 @@ def test_derivatives_of_both_orders_are_those_of_the_program_in_one_piece(world,
 @on_every_worker
 def test_microbatches_in_a_loop_and_in_a_batch(world, rank, size):
     c, params = of_this_world(), parameters(rank, size)
-    xs = jnp.stack([X, 2 * X, X - 1, -X])
+    xs = jnp.stack([X, 2 * X, X - 1])
 
     def looped(params):
         def step(total, x):
@@ -124,9 +127,16 @@ def test_microbatches_in_a_loop_and_in_a_batch(world, rank, size):
         return jnp.sum(jax.vmap(one)(xs, *moulds))
 
     all_params = [parameters(k, size) for k in range(size)]
-    expected = serially(jax.grad(lambda p: sum(in_one_piece(p, x) for x in xs)), all_params)[rank]
+    expected = serially(gradient_of_all, all_params, xs)[rank]
     for gradient in (jax.grad(looped), jax.jit(jax.grad(looped)), jax.jit(jax.grad(batched))):
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4), gradient(params), expected)
+
+
+def sum_of_losses(all_params, xs):
+    return sum(in_one_piece(all_params, x) for x in xs)
+
+
+gradient_of_all = jax.grad(sum_of_losses)
 
 
 @pytest.mark.world(3)

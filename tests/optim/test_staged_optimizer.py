@@ -46,8 +46,9 @@ def sent_to(peer, run):
     return [one.name for one in calls if one.details["to"] == f"worker{peer}"]
 
 
-@pytest.mark.parametrize("staged", [False, True], ids=["from Python", "staged"])
-@pytest.mark.parametrize("loss", [distributed_loss, fetched_loss])
+@pytest.mark.parametrize(
+    ("loss", "staged"), [(distributed_loss, False), (distributed_loss, True), (fetched_loss, True)]
+)
 @on_worker0
 def test_equals_optax_on_one_worker(world, loss, staged):
     refs = references()
@@ -58,8 +59,7 @@ def test_equals_optax_on_one_worker(world, loss, staged):
     assert_close(values(refs), trained_serially(optax.adam(1e-2), 4))
 
 
-@pytest.mark.parametrize("how", ["context", "from Python", "staged"])
-@pytest.mark.parametrize("norm", [None, 0.5], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize(("how", "norm"), [("context", None), ("from Python", 0.5), ("staged", 0.5)])
 @on_worker0
 def test_a_transformation_that_takes_the_loss_too(world, how, norm):
     # This loss grows from step to step, so the rate is halved.

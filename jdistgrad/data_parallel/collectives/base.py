@@ -22,7 +22,6 @@ from jdistgrad.data_parallel.buckets.host_arrays import to_jax
 from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_sparse
 from jdistgrad.data_parallel.collectives import send_recv
 from jdistgrad.data_parallel.collectives.primitive import permuted, shifted
-from jdistgrad.data_parallel.collectives.send_recv import Pairs
 from jdistgrad.errors import CollectiveError
 
 Op = Literal["sum", "max", "min"]
@@ -88,7 +87,8 @@ class Collectives(abc.ABC):
         if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
             raise ValueError(f"gather_rows: the arrays of a tree must have equally many rows, not shapes {shapes}")
         mine = shapes[0][0] if shapes else 0
-        known = [int(count) for count in (self._row_counts(mine) if counts is None else counts)]
+        told = self._of_all(mine, "gather_rows(x, counts=[...])") if counts is None else counts
+        known = [int(count) for count in told]
         own = known[self.rank] if isinstance(self.rank, int) and len(known) == self.size else mine
         if len(known) != self.size or own != mine or max(known) < mine:
             raise ValueError(f"gather_rows: counts={known} for {self.size} ranks, of which this has {mine} rows")
@@ -110,8 +110,7 @@ class Collectives(abc.ABC):
         """
         refuse_sparse(tree, "alltoall")
         if splits is not None:
-            table = self._split_table(splits)
-            return _each(lambda x: self._exchanged(to_jax(x), table), tree)
+            return self._exchanged(tree, splits)
 
         def exchanged(leaf: Any) -> jax.Array:
             x = self._divisible(to_jax(leaf), "alltoall")
@@ -120,13 +119,28 @@ class Collectives(abc.ABC):
 
         return _each(exchanged, tree)
 
-    def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
+    def _exchanged(self, tree: Any, splits: Any) -> Any:
+        if not isinstance(self.rank, int):
+            raise CollectiveError("alltoall: all ranks of a mesh run one program, so blocks have one size: no splits")
+        if np.shape(splits) not in ((self.size,), (self.size, self.size)):
+            raise ValueError(
+                f"alltoall: splits has a number of rows for each of {self.size} ranks, or splits[sender][receiver] for "
+                f"all of them, not {splits}"
+            )
+        table = np.asarray(splits).astype(int).tolist()
+        if np.ndim(splits) == 1:
+            table = self._of_all(table, f"alltoall(x, splits[sender][receiver]), not {splits}")
         mine, most = table[self.rank], max(map(max, table))
-        if sum(mine) != len(x):
-            raise ValueError(f"alltoall: splits of {list(mine)} rows for an array of {len(x)} rows")
         ends = np.cumsum(mine)[:-1].tolist()
-        blocks = self.perform("alltoall", jnp.stack([_padded(block, most) for block in jnp.split(x, ends)]))
-        return jnp.concatenate([blocks[sender, : row[self.rank]] for sender, row in enumerate(table)])
+
+        def exchanged(leaf: Any) -> jax.Array:
+            x = to_jax(leaf)
+            if sum(mine) != len(x):
+                raise ValueError(f"alltoall: splits of {list(mine)} rows for an array of {len(x)} rows")
+            blocks = self.perform("alltoall", jnp.stack([_padded(block, most) for block in jnp.split(x, ends)]))
+            return jnp.concatenate([blocks[sender, : row[self.rank]] for sender, row in enumerate(table)])
+
+        return _each(exchanged, tree)
 
     def reduce_scatter(self, tree: Any) -> Any:
         """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
@@ -155,7 +169,7 @@ class Collectives(abc.ABC):
         edges = jax.tree.map(lambda _: edge, tree) if jnp.isscalar(edge) else edge
         filling = jax.tree.map(_edge_of, tree, edges)
         found = _each(lambda x: self.perform("shift", to_jax(x), route), tree)
-        arrived = jnp.asarray(route.arrives(self.size))[self.rank]
+        arrived = jnp.isin(self.rank, np.array([receiver for _, receiver in route.pairs], int))
         return jax.tree.map(functools.partial(jnp.where, arrived), found, filling)
 
     def permute(self, tree: Any, pairs: Iterable[tuple[int, int]]) -> Any:
@@ -210,29 +224,14 @@ class Collectives(abc.ABC):
         """
         return send_recv.recv(self, like, source, after, tag)
 
-    def pairs(self) -> Pairs:
-        """Return what performs ``send`` and ``recv``."""
-        raise CollectiveError(
-            f"{self!r}: here all ranks run one program, so no two of them can send and recv by themselves. "
-            "Use permute(x, [(sender, receiver)])."
-        )
-
     def _divisible(self, x: jax.Array, what: str) -> jax.Array:
         if x.ndim == 0 or len(x) % self.size:
             raise ValueError(f"{what}: {x.dtype}{list(x.shape)} has no equal blocks of rows for {self.size} ranks")
         return x
 
-    def _row_counts(self, mine: int) -> Sequence[int]:
-        """Return the number of rows of each rank. Raises ValueError if this cannot be known here."""
-        raise ValueError("gather_rows: a compiled program must know the numbers of rows: gather_rows(x, counts=[...])")
-
-    def _split_table(self, splits: Any) -> Sequence[Sequence[int]]:
-        """Return ``splits[sender][receiver]`` for all ranks."""
-        if np.ndim(splits) == 2 and np.shape(splits) == (self.size, self.size):
-            return [[int(count) for count in row] for row in splits]
-        raise ValueError(
-            f"alltoall: a compiled program must know splits[sender][receiver] for all {self.size} ranks, not {splits}"
-        )
+    def _of_all(self, mine: Any, remedy: str) -> list[Any]:
+        """Return what all ranks say of their rows, by rank. Raises ValueError if this cannot be known here."""
+        raise ValueError(f"a compiled program must know the numbers of rows of all ranks: {remedy}")
 
     def _checked_root(self, root: int) -> int:
         if not isinstance(root, int | np.integer) or not 0 <= root < self.size:

@@ -7,16 +7,15 @@ ranks hear the same, those too that come later.
 """
 
 import collections
-import functools
+import concurrent.futures
+import contextlib
 import threading
 import time
-import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
-from jdistgrad.data_parallel.collectives.roll_call import Meeting, missing_ranks
+from jdistgrad.data_parallel.collectives.roll_call import missing_ranks
 from jdistgrad.data_parallel.collectives.world import TOLD_SECONDS, CollectiveEntry, WatchedBlock
-from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.worker import Worker, current_worker
@@ -39,130 +38,96 @@ class Outcome(NamedTuple):
     ``cause``: why a rank gave up before its time; empty if the meeting has ended otherwise.
     """
 
-    words: list[Any]
+    words: list[str]
     missing: list[int]
     seconds: float
     cause: str = ""
 
 
 class Meetings:
-    """The meetings of a worker: how many it has come to, the words it collects, the outcomes it has heard.
-
-    The first outcome of a meeting is the only one.
-    """
+    """The meetings of a worker: how many of each group it has come to, and those that it collects the words of."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._turns = collections.Counter[tuple[Hashable, tuple[int, ...]]]()
-        self._words: dict[Name, dict[int, Any]] = {}  # by the ranks' places, until all have come
-        self._given_up: set[Name] = set()
-        self.heard: dict[Name, Outcome] = {}
-
-    def next(self, group: Hashable, ranks: tuple[int, ...]) -> Name:
-        with self._lock:
-            self._turns[group, ranks] += 1
-            return Name(group, ranks, self._turns[group, ranks] - 1)
-
-    def come(self, name: Name, place: int, word: Any) -> Outcome | None:
-        """Add a rank's word. Return the outcome if this is the last, unless there is one already."""
-        with self._lock:
-            words = self._words.setdefault(name, {})
-            words[place] = word
-            if len(words) < len(name.ranks):
-                return None
-            del self._words[name]
-            if name in self._given_up:
-                self._given_up.remove(name)
-                return None
-            return Outcome([words[k] for k in range(len(words))], [], 0.0)
-
-    def give_up(self, name: Name, seconds: float, cause: str) -> Outcome | None:
-        """Return the outcome, unless there is one already. Whoever gives up has come."""
-        with self._lock:
-            if name not in self._words or name in self._given_up:
-                return None
-            self._given_up.add(name)
-            return Outcome([], sorted(set(range(len(name.ranks))) - set(self._words[name])), seconds, cause)
+        self.lock = threading.Lock()
+        self.turns = collections.Counter[tuple[Hashable, tuple[int, ...]]]()
+        self.ends = collections.defaultdict[Name, concurrent.futures.Future[Outcome]](concurrent.futures.Future)
+        self.words = collections.defaultdict[Name, dict[int, str]](dict)  # by the ranks' places
 
 
-_kept: "weakref.WeakKeyDictionary[Worker, Meetings]" = weakref.WeakKeyDictionary()
-_lock = threading.Lock()
+_making = threading.Lock()
 
 
 def _meetings() -> Meetings:
-    with _lock:
-        return _kept.setdefault(current_worker(), Meetings())
+    with _making:
+        found: Meetings = current_worker().kept.setdefault("meetings", Meetings())
+        return found
 
 
-class ByCalls:
-    """A group of workers that meets by calls, as ``Agreeing`` needs it.
+def meet(worker: Worker, ranks: Sequence[int], group: Hashable, word: str, timeout: float) -> list[str]:
+    """Return the words of all ranks, once all have come.
 
     Arguments:
-      ranks: the world ranks of the group. The worker of the first collects.
+      ranks: as the world counts them. The worker of the first collects.
       group: tells meetings of the same ranks apart; the same on all of them.
-      timeout: seconds to wait for a meeting that none is given for.
+
+    Raises:
+      MissingRanksError: some ranks have not come in time, or a rank gave up before.
+      WorkerLostError: a rank is lost, or in shutdown.
     """
+    kept, key = _meetings(), (group, tuple(ranks))
+    with kept.lock:
+        name = Name(*key, kept.turns[key])
+        kept.turns[key] += 1
+    with WatchedBlock(worker, CollectiveEntry(word, key, name.turn), ranks, blocking=False) as together:
+        outcome = _outcome(worker, name, word, timeout, together)
+        if not outcome.missing:
+            return outcome.words
+        if outcome.cause:  # the others may have learnt before this rank of a worker that is lost
+            poll(lambda: False, TOLD_SECONDS, together.check)
+        early = f" A rank gave up early: {outcome.cause}." if outcome.cause else ""
+        raise missing_ranks(word, outcome.missing, outcome.seconds, together.places(outcome.missing), early)
 
-    refusal: CollectiveError | None = None
 
-    def __init__(self, worker: Worker, ranks: Sequence[int], group: Hashable, timeout: float):
-        self._worker, self._ranks, self._group, self._timeout = worker, tuple(ranks), group, timeout
-        self.rank = self._ranks.index(worker.rank)
-
-    def announce(self, word: Any, what: str) -> Meeting:
-        name = _meetings().next(self._group, self._ranks)
-        told = self._tell_first(come, name, self.rank, word)
-        return Meeting(functools.partial(self._words, name, told, what))
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        return self.announce(value, "a gather of objects")(self._timeout)
-
-    def _tell_first(self, function: Any, *args: Any) -> CallFuture[Any]:
+def _outcome(worker: Worker, name: Name, word: str, timeout: float, together: WatchedBlock) -> Outcome:
+    def tell_first(function: Any, *args: Any) -> CallFuture[Any]:
         with within(None):
-            return self._worker.rpc_async(self._ranks[0], function, args, {}, GRACE_SECONDS)
+            return worker.rpc_async(name.ranks[0], function, (name, place, *args), {}, timeout + 2 * GRACE_SECONDS)
 
-    def _words(self, name: Name, told: CallFuture[Any], what: str, timeout: float) -> list[bytes]:
-        """Return the words of all ranks. ``told``: the call by which the first rank's worker learns of this one's."""
-        entry = CollectiveEntry(what, name[:2], name.turn)
-        with WatchedBlock(self._worker, entry, self._ranks, blocking=False) as together:
-            outcome = self._outcome(name, told, timeout, together)
-            if not outcome.missing:
-                return outcome.words
-            if outcome.cause:  # the others may have learnt before this rank of a worker that is lost
-                poll(lambda: False, TOLD_SECONDS, together.check)
-            places = together.places(outcome.missing)
-            early = f" A rank gave up early: {outcome.cause}." if outcome.cause else ""
-            raise missing_ranks(what, outcome.missing, outcome.seconds, places, early)
-
-    def _outcome(self, name: Name, told: CallFuture[Any], timeout: float, together: WatchedBlock) -> Outcome:
-        heard, start = _meetings().heard, time.monotonic()
-        try:
-            if not poll(lambda: name in heard, timeout, together.check):
-                poll(told.done, GRACE_SECONDS, together.check)  # calls can overtake each other
-                self._tell_first(give_up, name, timeout, "")
-                poll(lambda: name in heard, GRACE_SECONDS, together.check)
-        except BaseException as error:  # Ctrl-C, or a rank that will never come
-            self._tell_first(give_up, name, round(time.monotonic() - start, 1), type(error).__name__)
-            raise
-        return heard.pop(name, Outcome([], [0], timeout))  # if the first rank's worker does not answer, it is missing
+    place, start = name.ranks.index(worker.rank), time.monotonic()
+    told = tell_first(come, word)
+    try:
+        if not poll(told.done, timeout, together.check):
+            tell_first(give_up, timeout, "")
+            poll(told.done, GRACE_SECONDS, together.check)
+    except BaseException as error:  # Ctrl-C, or a rank that will never come
+        tell_first(give_up, round(time.monotonic() - start, 1), type(error).__name__)
+        raise
+    return told.result() if told.done() else Outcome([], [0], timeout)  # the first rank's worker does not answer
 
 
-def come(name: Name, place: int, word: Any) -> None:
-    """Collect a rank's word. Served by the first rank's worker."""
-    _tell_all(name, _meetings().come(name, place, word))
+def come(name: Name, place: int, word: str) -> "concurrent.futures.Future[Outcome]":
+    """Collect a rank's word; return the outcome to come. Served by the first rank's worker."""
+    kept = _meetings()
+    with kept.lock:
+        words, end = kept.words[name], kept.ends[name]
+        words[place] = word
+        have_come = len(words) == len(name.ranks)
+        if have_come:
+            del kept.words[name], kept.ends[name]
+    if have_come:
+        _decide(end, Outcome([words[k] for k in range(len(words))], [], 0.0))
+    return end
 
 
-def give_up(name: Name, seconds: float, cause: str) -> None:
+def give_up(name: Name, place: int, seconds: float, cause: str) -> None:
     """End a meeting to which not all have come, since a rank waits no longer. Served by the first rank's worker."""
-    _tell_all(name, _meetings().give_up(name, seconds, cause))
+    kept = _meetings()
+    with kept.lock:
+        end, missing = kept.ends[name], set(range(len(name.ranks))) - set(kept.words[name]) - {place}
+    _decide(end, Outcome([], sorted(missing), seconds, cause))
 
 
-def _tell_all(name: Name, outcome: Outcome | None) -> None:
-    if outcome is not None:
-        with within(None):
-            current_worker().calls.start_all(name.ranks, (hear, (name, outcome), {}), GRACE_SECONDS)
-
-
-def hear(name: Name, outcome: Outcome) -> None:
-    """Take note of the outcome of a meeting. Served by every worker."""
-    _meetings().heard[name] = outcome
+def _decide(end: "concurrent.futures.Future[Outcome]", outcome: Outcome) -> None:
+    """End a meeting. Its first outcome is the only one."""
+    with contextlib.suppress(concurrent.futures.InvalidStateError):
+        end.set_result(outcome)

@@ -4,14 +4,13 @@ import collections
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from jdistgrad.data_parallel.collectives.by_calls import ByCalls
-from jdistgrad.data_parallel.collectives.roll_call import Agreeing
-from jdistgrad.data_parallel.collectives.send_recv import Receiving
+from jdistgrad.data_parallel.collectives import by_calls
+from jdistgrad.data_parallel.collectives.roll_call import require_same_texts
 from jdistgrad.data_parallel.collectives.world import (
     CollectiveEntry,
     WatchedBlock,
@@ -21,14 +20,11 @@ from jdistgrad.data_parallel.collectives.world import (
 )
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.worker import Worker, find_worker
-from jdistgrad.threads import usable_cores
-from jdistgrad.wire.arrays import bytes_of
 from jdistgrad.wire.polling import poll
 
 NEW = "new collectives"
 FIRST_TAG = 31_076  # of MPI's: those below belong to other operations, and 32,767 are always there
 LOOKED_AT = 16  # of the requests that nobody waits for, with each that is added
-CORES = 1 << 10  # bytes of the set of a rank's cores: a bit for each
 
 _begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
 _ending: collections.deque[tuple[Any, ...]] = collections.deque()  # the requests that nobody waits for
@@ -57,12 +53,12 @@ def keep_until_ended(request: Any, *memory: Any) -> None:
 
 
 @contextlib.contextmanager
-def naming_lost(ranks: Sequence[int], what: str = NEW) -> Iterator[None]:
+def naming_lost(ranks: Sequence[int], what: str, *, patient: bool = True) -> Iterator[None]:
     """Let errors of MPI in the block that come from the loss of a worker among these ranks name it."""
     try:
         yield
     except Exception as error:
-        raise_lost(error, ranks, what)
+        raise_lost(error, ranks, what, patient=patient)
         raise
 
 
@@ -75,7 +71,7 @@ def duplicate(comm: Any, ranks: Sequence[int], timeout: float, group: Hashable =
     """
     meet(NEW, ranks, timeout, group)
     entry = CollectiveEntry(NEW, ("a duplicate", group, tuple(ranks)), 0, may_leave=True)
-    with naming_lost(ranks), WatchedBlock(_worker_of_rank(), entry, ranks, blocking=False) as together:
+    with WatchedBlock(_worker_of_rank(), entry, ranks, blocking=False) as together:
         twin, request = comm.Idup()
         _finish(request, ranks, "the communicator could not be duplicated", timeout, together)
         name = bytearray(os.urandom(8))
@@ -96,7 +92,7 @@ def meet(what: str, ranks: Sequence[int], timeout: float, group: Hashable = None
     if worker is None or len(ranks) == 1:
         return
     try:
-        Agreeing(ByCalls(worker, ranks, group, timeout), what)(timeout)
+        require_same_texts(by_calls.meet(worker, ranks, group, what, timeout))
     except WorkerLostError as error:
         raise_if_lost(ranks, NEW, error)
         raise
@@ -134,19 +130,6 @@ def subset(ranks: Sequence[int], timeout: float) -> Any:
         return whole.Create_group(whole.group.Incl(places))
 
 
-def neighbours_cores(comm: Any) -> list[set[int]]:
-    """Return the cores that each rank on this machine may use."""
-    from mpi4py import MPI as mpi  # noqa: N811
-
-    neighbours = comm.Split_type(mpi.COMM_TYPE_SHARED)
-    everybody = bytearray(CORES * neighbours.size)
-    mine = sum(1 << core for core in usable_cores() if core < 8 * CORES)
-    neighbours.Allgather(mine.to_bytes(CORES, "little"), everybody)
-    neighbours.Free()
-    masks = [int.from_bytes(everybody[k : k + CORES], "little") for k in range(0, len(everybody), CORES)]
-    return [{core for core in range(8 * CORES) if mask >> core & 1} for mask in masks]
-
-
 def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
     """Return whether overlap pays: on one machine a reduction needs a spare core per rank, between machines it waits.
 
@@ -157,47 +140,11 @@ def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
     return len(neighbours) < size or len(set().union(*neighbours)) >= 2 * len(neighbours)
 
 
-class MPIPost:
-    """The post of a rank of an MPI communicator: of each letter first the words, then the bytes."""
-
-    def __init__(self, comm: Any, group: Any, ranks: Sequence[int], timeout: Callable[[], float]):
-        self._comm, self._group, self._ranks, self._timeout = comm, group, ranks, timeout
-        self._boxes: dict[tuple[int, int], Box] = {}
-        self._making, self._sending = threading.Lock(), threading.Lock()
-
-    def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None:
-        from jdistgrad.wire.mpi_process import chunks
-
-        octets = bytes_of(np.array(x))  # of a copy: nobody waits until it has gone
-        try:
-            with self._sending:  # of another thread's letter no part may come between
-                for part in (f"{octets.nbytes} {words}".encode(), *chunks(octets)):
-                    keep_until_ended(self._comm.Isend(part, to, FIRST_TAG + tag), part)
-        except Exception as error:
-            raise_lost(error, [self._ranks[to]], f"send to rank {to}")
-            raise
-
-    def recv(self, words: str, source: int, tag: int) -> np.ndarray:
-        me, worker, timeout = self._comm.rank, find_worker(), self._timeout()
-        receiving = Receiving(worker, self._group, self._ranks, me, source, tag, timeout)
-        with self._making:
-            box = self._boxes.setdefault((source, tag), Box(self._comm, source, FIRST_TAG + tag))
-        receiving.until(lambda seconds, check: poll(lambda: box.lock.acquire(blocking=False), seconds, check))
-        try:
-            receiving.until(lambda seconds, check: poll(box.has_letter, seconds, check))
-            receiving.until(lambda seconds, check: poll(box.is_complete, seconds, check), begun=True)
-            sent, octets = box.take()
-        finally:
-            box.lock.release()
-        receiving.check_words(sent, words)
-        return octets
-
-
 class Box:
     """The next letter from a rank with a tag, which may be under way. ``lock``: held by its receiver."""
 
     def __init__(self, comm: Any, source: int, tag: int):
-        self._comm, self._source, self._tag = comm, source, tag
+        self._comm, self._source, self._tag = comm, source, FIRST_TAG + tag
         self.lock = threading.Lock()
         self._requests: list[Any] | None = None
         self._words, self._octets = "", np.empty(0, np.uint8)

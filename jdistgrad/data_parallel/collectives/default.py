@@ -14,10 +14,10 @@ from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives
 from jdistgrad.data_parallel.collectives.local import Local
 from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.rank_devices import UnusableDevicesError
-from jdistgrad.data_parallel.collectives.roll_call import Agreeing
+from jdistgrad.data_parallel.collectives.roll_call import agree
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.rpc.calls.caller import checked_timeout
-from jdistgrad.rpc.worker import find_worker
+from jdistgrad.rpc.worker import current_worker
 
 log = logging.getLogger("jdistgrad.data_parallel")
 
@@ -42,17 +42,16 @@ def of_this_world(
     Example:
       >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
     """
+    worker = current_worker()
     chosen = None if workers is None else _checked(workers)
-    here, worker = world.seat(), find_worker()
-    assert worker is not None
-    for rank in range(here.size) if chosen is None else chosen:
+    for rank in range(worker.size) if chosen is None else chosen:
         if rank in worker.peers.lost:
             raise WorkerLostError(
                 f"{worker.peers.lost[rank]}, so it cannot take part in new collectives. Name the workers that are "
                 "left, on all of them: jd.collectives.of_this_world([...]).",
                 worker=worker.directory.workers[rank],
             )
-    made = Local(chosen) if world.is_local() else _between_processes(chosen, checked_timeout(timeout))
+    made = Local(chosen) if world.is_local(worker) else _between_processes(chosen, checked_timeout(timeout))
     made.meets_in_programs, made.timeout = check, checked_timeout(timeout)
     return made
 
@@ -76,12 +75,12 @@ def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
 
 
 def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
-    here, worker = world.seat(), find_worker()
+    here = current_worker()
     if isinstance(workers, str | int) or not isinstance(workers, Iterable):
         raise CollectiveError(
             f"of_this_world({workers!r}): expected a sequence of workers, such as range({here.size}) or [{here.rank}]."
         )
-    chosen = tuple(one if isinstance(one, int) or not worker else worker.directory.find(one).rank for one in workers)
+    chosen = tuple(one if isinstance(one, int) else here.directory.find(one).rank for one in workers)
     if here.rank not in chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(here.size)):
         raise CollectiveError(
             f"collectives of the workers {list(chosen)}, made by worker {here.rank} of {here.size}: expected ranks of "
@@ -92,11 +91,12 @@ def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
 
 def shared(timeout: float = TIMEOUT) -> HostCollectives:
     """Return the world's shared collectives, made on first use, within a timeout. Every worker must call it."""
-    found = world.kept("collectives")
-    if found is None:
-        found = of_this_world(timeout=timeout)
-        found.timeout = TIMEOUT
-        world.keep("collectives", found)
+    kept = current_worker().kept
+    if "collectives" not in kept:
+        made = of_this_world(timeout=timeout)
+        made.timeout = TIMEOUT
+        kept["collectives"] = made
+    found: HostCollectives = kept["collectives"]
     return found
 
 
@@ -112,4 +112,4 @@ def barrier(*, timeout: float | None = None) -> None:
       DisagreementError: a worker is in another collective instead.
     """
     seconds = TIMEOUT if timeout is None else checked_timeout(timeout)
-    Agreeing(shared(seconds), "jdistgrad.barrier")(seconds)
+    agree(shared(seconds), "jdistgrad.barrier", seconds)

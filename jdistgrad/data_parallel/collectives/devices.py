@@ -4,31 +4,27 @@ import concurrent.futures
 import contextlib
 import functools
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from jdistgrad import jaxprs
 from jdistgrad._compat import trace_context
 from jdistgrad.data_parallel.buckets.host_arrays import any_traced
 from jdistgrad.data_parallel.buckets.static_parts import enclosed, has_functions, on_opened, opened
 from jdistgrad.data_parallel.collectives import rank_devices
-from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, described
+from jdistgrad.data_parallel.collectives.host import TIMEOUT
 from jdistgrad.data_parallel.collectives.mesh import Mesh
 from jdistgrad.data_parallel.collectives.mpi import MPI
-from jdistgrad.data_parallel.collectives.send_recv import Pairs
 from jdistgrad.data_parallel.collectives.spanning import (
     Finish,
     Program,
     Span,
-    SpanningProgram,
     at_home,
     in_one_order,
+    spanning_program,
     traced,
-    where_it_was,
 )
 from jdistgrad.data_parallel.collectives.under_way import under_way
 from jdistgrad.errors import CollectiveError, DisagreementError
@@ -56,16 +52,17 @@ class Devices(MPI):
       >>> dp = jd.DataParallel(jd.collectives.Devices())
     """
 
+    span: Span
+    device: jax.Device
+
     def __init__(self, comm: Any = None, *, timeout: float = TIMEOUT):
         super().__init__(comm, timeout=timeout)
         self.agree("new collectives over devices")
         device, place = rank_devices.of_this_rank()
         places = self.gather_objects(place)
         rank_devices.require_usable(places)
-        self.span = Span(rank_devices.mesh_of(places), device)
-        self.device = device
-        self.in_programs = InPrograms(self.span.axis)
-        self._programs: dict[Any, SpanningProgram] = {}
+        self.span, self.device = Span(rank_devices.mesh_of(places), device), device
+        self.in_programs = Mesh(self.span.axis)
 
     def __repr__(self) -> str:
         return f"Devices(rank={self._rank}, size={self.size}, device={self.span.device})"
@@ -73,8 +70,7 @@ class Devices(MPI):
     @property
     def rank(self) -> Any:
         """This rank; in a program over all devices, which is the same on all ranks, a traced number."""
-        spanning = self.__dict__.get("span")
-        return self.in_programs.rank if spanning is not None and spanning.is_traced else self._rank
+        return self.in_programs.rank if self.span is not None and self.span.is_traced else self._rank
 
     @rank.setter
     def rank(self, rank: int) -> None:
@@ -83,42 +79,17 @@ class Devices(MPI):
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         return self.in_programs.perform(name, x, how) if self.span.is_traced else super().perform(name, x, how)
 
-    def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
-        return self.in_programs._exchanged(x, table) if self.span.is_traced else super()._exchanged(x, table)
+    def section(self, what: str) -> Any:
+        return contextlib.nullcontext(self.in_programs) if self.span.is_traced else super().section(what)
 
-    def pairs(self) -> Pairs:
-        return self.in_programs.pairs() if self.span.is_traced else super().pairs()
-
-    @contextlib.contextmanager
-    def section(self, what: str) -> Iterator[Collectives]:  # type: ignore[override]
-        if self.span.is_traced:
-            yield self.in_programs
-        else:
-            with super().section(what) as all_:
-                yield all_
-
-    def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        x, before = at_home(x, self.device), x
-        what, key = described(name, x, how), (name, how, jax.typeof(x))
-        if key not in self._programs:
-            closed, _ = traced(self.span, lambda x: self.in_programs.perform(name, x, how), (x,), {})
-            self._programs[key] = SpanningProgram(self.span, closed, [x])
-        shared = self._programs[key].prepare([x])
-        with in_one_order:
-            self.agree(what)
-            return where_it_was(self.dispatch(self._programs[key], shared, what, [x])[0], before)
+    def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
+        return spanning_program(self.span, closed, like, functools.partial(finish, self.in_programs))
 
     def dispatch(
         self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
     ) -> list[jax.Array]:
-        """Run a program that all ranks have agreed on; return its results for this rank.
-
-        Arguments:
-          shared: the arguments of the program, made of ``inputs``.
-          key: the same on all ranks, and for equal programs only; default ``what``.
-        """
         self._compile(program, what, what if key is None else key)
-        launch = under_way.begin(what, self._together(what, may_leave=True), inputs, self.timeout)
+        launch = under_way.begin(what, self.together(what, may_leave=True), inputs, self.timeout)
         try:
             results, launch.done = program.launch(shared)
         except BaseException as error:
@@ -128,10 +99,6 @@ class Devices(MPI):
                 launch.block.end_job(f"{what}: this rank has failed, and the others wait for it: {error}")
             raise
         return results
-
-    def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
-        """Return a program over all devices: a jaxpr, and what ``finish`` makes of its results with collectives."""
-        return SpanningProgram(self.span, closed, like, functools.partial(finish, self.in_programs))
 
     def _compile(self, program: Program, what: str, key: Any) -> None:
         """Compile a new program on all ranks. If that fails on one, all raise an error."""
@@ -150,8 +117,16 @@ class Devices(MPI):
             raise CollectiveError(f"{what} was not run: ranks {failed} could not compile it, see their errors")
         self.span.compiled.add(key)
 
-    def _new_beside(self) -> "AtOnce":
-        return AtOnce(self)
+    def _starter(self) -> Callable[[Callable[[Any], Any]], concurrent.futures.Future[Any]]:
+        def start(operation: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
+            future = concurrent.futures.Future[Any]()
+            try:  # at once, in the program's order: devices compute beside the program
+                future.set_result(operation(self))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+        return start
 
     def jit(self, function: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> Callable[..., Any]:
         donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
@@ -168,41 +143,12 @@ class Devices(MPI):
         return call
 
 
-class InPrograms(Mesh):
-    """The ranks in a program over all devices."""
-
-    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        found = super().perform(name, x, how)
-        if name not in ("max", "min") or not jnp.issubdtype(x.dtype, jnp.floating):
-            return found
-        unknown = super().perform("sum", jnp.isnan(x).astype(jnp.int32))
-        return jnp.where(unknown > 0, jnp.nan, found)  # gloo's maximum of NaN depends on the rank that holds it
-
-
-class AtOnce:
-    """Operations are dispatched as they are started, in the program's order: devices compute beside the program."""
-
-    def __init__(self, all_: Devices):
-        self._all = all_
-
-    def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
-        future: concurrent.futures.Future[T] = concurrent.futures.Future()
-        try:
-            future.set_result(operation(self._all))
-        except Exception as error:
-            future.set_exception(error)
-        return future
-
-    def close(self) -> None:
-        """Do nothing: there is no thread."""
-
-
 class _Jitted:
     """A function as programs over all devices, one for each form of its arguments."""
 
     def __init__(self, all_: Devices, function: Callable[..., Any], donate_argnums: Sequence[int]):
         self._all, self._function, self._donated = all_, function, donate_argnums
-        self._found: dict[Any, tuple[SpanningProgram, Any, str]] = {}
+        self._found: dict[Any, tuple[Program, Any, str]] = {}
 
     def __call__(self, args: Any, kwargs: Any) -> Any:
         args, kwargs = jax.tree.map(lambda leaf: at_home(leaf, self._all.device), (args, kwargs))
@@ -221,7 +167,7 @@ class _Jitted:
             results = self._all.dispatch(program, shared, what, leaves)
         return jax.tree.unflatten(structure, results)
 
-    def _make(self, args: Any, kwargs: Any) -> tuple[SpanningProgram, Any, str]:
+    def _make(self, args: Any, kwargs: Any) -> tuple[Program, Any, str]:
         closed, results = traced(self._all.span, self._function, args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
         counts = [len(jax.tree.leaves(arg)) for arg in args]
@@ -231,4 +177,4 @@ class _Jitted:
         shapes = ", ".join(f"{jax.typeof(leaf).str_short()}" for leaf in leaves[:3])
         rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         what = f"{name} of {shapes}{rest} over all devices (program {jaxprs.digest(closed):016x})"
-        return SpanningProgram(self._all.span, closed, leaves, donated=donated), results, what
+        return spanning_program(self._all.span, closed, leaves, list, donated), results, what

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Self, TypeVar
 
 import jax
@@ -18,9 +18,10 @@ from jax.experimental import io_callback
 from jdistgrad.data_parallel.buckets.host_arrays import as_set, copied, like, settings
 from jdistgrad.data_parallel.collectives.base import Collectives, Op
 from jdistgrad.data_parallel.collectives.primitive import Route, collective_p
-from jdistgrad.data_parallel.collectives.roll_call import Agreeing, Meeting, undivided
-from jdistgrad.data_parallel.collectives.send_recv import Pairs, Post
+from jdistgrad.data_parallel.collectives.roll_call import Meeting, agree, undivided
+from jdistgrad.data_parallel.collectives.send_recv import Peer, carried
 from jdistgrad.errors import CollectiveError
+from jdistgrad.ffi.dispatch import finish_programs
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import Worker, find_worker
@@ -40,12 +41,13 @@ class HostCollectives(Collectives):
     rank: int
     timeout: float = TIMEOUT
     world_ranks: tuple[int, ...]
+    name: Hashable  # by which the watchdog knows the group: the same on all ranks
     meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
     turn: int = 0  # the number of operations so far; with the group it identifies an operation to the watchdog
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
-    _beside: Any = None  # runs the operations that were started
+    _beside: Any = None  # starts operations beside the program
     _closed: bool = False
-    _pairs: "tuple[HostCollectives, Pairs] | None" = None
+    _of_programs: Any = None  # the group over the channel of compiled programs, if they have one
 
     def keeper(self) -> Worker | None:
         """Return the worker that keeps what steps over these collectives need, as long as its world exists, if any.
@@ -60,24 +62,23 @@ class HostCollectives(Collectives):
     # On concrete arrays, after an agreement: without it a mistake would give wrong sums.
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        text = described(name, x, how)
-        with undivided(self, text):
-            self.agree(text)
+        if isinstance(how, Peer):
+            finish_programs()  # what they send and receive comes before
             memory = self.on_host(name, x, how)
+        else:
+            text = described(name, x, how)
+            with undivided(self, text):
+                self.agree(text)
+                memory = self.on_host(name, x, how)
         recut = memory.shape != x.shape and len(x.devices()) > 1  # the sharding of x may not fit the result
-        return jnp.asarray(memory) if recut else like(memory, x)
+        return jnp.asarray(memory) if recut or name == "send" else like(memory, x)
 
     def on_host(self, name: str, x: Any, how: Any) -> np.ndarray:
         """Return the operation of this name applied to a concrete array, in new memory."""
-        if name == "allgather":
-            return self.gather_arrays(np.asarray(x))
-        if name == "alltoall":
-            return self.exchange_blocks(np.ascontiguousarray(x))
-        if name == "scatter":
-            rows = np.ascontiguousarray(x)
-            return self.sum_blocks(rows.reshape(self.size, len(rows) // self.size, *rows.shape[1:]))
-        if isinstance(how, Route):
-            return self.pass_on(np.ascontiguousarray(x).reshape(np.shape(x)), how)
+        if isinstance(how, Peer):
+            return carried(self, name, np.asarray(x), how)
+        if name in ("allgather", "alltoall", "scatter") or isinstance(how, Route):
+            return self.moved(name, np.ascontiguousarray(x).reshape(np.shape(x)), how)
         memory = copied(x)
         if name == "broadcast":
             self.broadcast_in_place(memory, how)
@@ -120,13 +121,13 @@ class HostCollectives(Collectives):
         """
         if self._beside is None:
             self.agree("the first start of an operation beside the program")
-            self._beside = self._new_beside()
-        future: concurrent.futures.Future[T] = self._beside.start(operation)
+            self._beside = self._starter()
+        future: concurrent.futures.Future[T] = self._beside(operation)
         return future
 
-    def _new_beside(self) -> Any:
-        """Return what starts operations, and is closed after the last: both on every rank."""
-        return InTurn(self.twin())
+    def _starter(self) -> Callable[[Callable[[Any], Any]], concurrent.futures.Future[Any]]:
+        """Return what starts operations."""
+        return InTurn(self.twin()).start
 
     def close(self) -> None:
         """Give up this group: its channels are freed, and it refuses further use. Every rank must call it."""
@@ -136,9 +137,10 @@ class HostCollectives(Collectives):
         self.agree("the end of these collectives")
         self._closed = True
         if self._beside is not None:
-            self._beside.close()
+            self._beside(lambda beside: beside.close()).result()
         self.free()
-        self.refusal = self.of_programs().refusal = CollectiveError(f"{self!r} has been closed. Make new collectives.")
+        self.refusal = CollectiveError(f"{self!r} has been closed. Make new collectives.")
+        (self._of_programs or self).refusal = self.refusal
 
     def __enter__(self) -> Self:
         return self
@@ -147,31 +149,12 @@ class HostCollectives(Collectives):
         if kind is None:  # after an error other ranks may not come to an agreement
             self.close()
 
-    def _row_counts(self, mine: int) -> Sequence[int]:
-        return super()._row_counts(mine) if staging() else self.allgather_object(mine)
-
-    def _split_table(self, splits: Any) -> Sequence[Sequence[int]]:
-        if np.ndim(splits) == 2 or staging():
-            return super()._split_table(splits)
-        if np.shape(splits) != (self.size,):
-            raise ValueError(f"alltoall: splits has a number of rows for each of {self.size} ranks, not {splits}")
-        return self.allgather_object([int(count) for count in splits])
+    def _of_all(self, mine: Any, remedy: str) -> list[Any]:
+        return super()._of_all(mine, remedy) if staging() else self.allgather_object(mine)
 
     def agree(self, text: str) -> None:
         """Raise DisagreementError on every rank unless all announce the same text. Every rank must call it."""
-        with undivided(self, text):
-            Agreeing(self, text)(self.timeout)
-
-    # Between two ranks.
-
-    def pairs(self) -> Pairs:
-        if self._pairs is None or self._pairs[0] is not self:  # that of an object of which this is a copy
-            self._pairs = self, Pairs(self, self.post(lambda: self.timeout), self.effect())
-        return self._pairs[1]
-
-    @abc.abstractmethod
-    def post(self, timeout: Callable[[], float]) -> Post:
-        """Return what carries arrays between two ranks."""
+        agree(self, text, self.timeout)
 
     # In compiled programs, where the ranks agree once, at the beginning of a section.
 
@@ -184,10 +167,18 @@ class HostCollectives(Collectives):
         if not self.meets_in_programs or self.size == 1:
             yield self
             return
-        quiet = self._opened(what)
+        quiet = copy.copy(self)
         quiet.meets_in_programs = False
+        channel, timeout = self._of_programs or self, self.timeout
+
+        def meet() -> None:
+            agree(channel, f"compiled {what}", timeout)
+
+        if on_cpus():
+            call_in_order(meet, (), effect=self.effect())
+        else:
+            io_callback(meet, None, ordered=True)
         yield quiet
-        self._end()
 
     def adjusted(self, *, timeout: float, meets_in_programs: bool) -> "HostCollectives":
         """Return a copy with other settings, which uses the same channels."""
@@ -197,6 +188,8 @@ class HostCollectives(Collectives):
 
     def traced(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         """Apply the operation of this name to a tracer."""
+        if isinstance(how, Peer):
+            return HostCollectives.compiled(self, name, x, how)
         with self.section(described(name, x, how)) as all_:
             return all_.compiled(name, x, how)
 
@@ -229,26 +222,25 @@ class HostCollectives(Collectives):
         """Overwrite every rank's contiguous memory with the root's."""
 
     @abc.abstractmethod
-    def gather_arrays(self, memory: np.ndarray) -> np.ndarray:
-        """Return the arrays of all ranks, which have one shape, stacked by rank."""
+    def moved(self, name: str, memory: np.ndarray, how: Any) -> np.ndarray:
+        """Return what an operation that moves arrays brings to this rank, in new memory.
+
+        Arguments:
+          name: "allgather", "alltoall" or "scatter", which take blocks of rows; or that of an operation with a route.
+        """
 
     @abc.abstractmethod
-    def exchange_blocks(self, memory: np.ndarray) -> np.ndarray:
-        """Return the blocks that the ranks have for this one, by rank; ``memory[receiver]`` is this rank's for each."""
-
-    def sum_blocks(self, memory: np.ndarray) -> np.ndarray:
-        """Return the sum of the ranks' blocks for this one; ``memory[receiver]`` is this rank's for each."""
-        return combined(self.exchange_blocks(memory), "sum").astype(memory.dtype, copy=False)
+    def send_letter(self, x: np.ndarray, words: str, peer: Peer) -> None:
+        """Send an array, and the words that describe it, without waiting for the receiver."""
 
     @abc.abstractmethod
-    def pass_on(self, memory: np.ndarray, route: Route) -> np.ndarray:
-        """Return the array of the rank that sends to this one on a route; zeros if none does."""
+    def take_letter(self, peer: Peer) -> tuple[str, np.ndarray]:
+        """Return the words and the bytes of the next array from a rank."""
 
     @abc.abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank."""
 
-    @abc.abstractmethod
     def free(self) -> None:
         """Give back what the channels of this group hold. Every rank must call it."""
 
@@ -256,38 +248,23 @@ class HostCollectives(Collectives):
 
     def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         """Apply the operation of this name to a tracer, inside a section."""
-        shape = (self.size, *x.shape) if name == "allgather" else x.shape
-        if name == "scatter":
+        shape, dtype = x.shape, x.dtype
+        if name == "allgather":
+            shape = (self.size, *x.shape)
+        elif name == "scatter":
             shape = (len(x) // self.size, *x.shape[1:])
-        result, channel = jax.ShapeDtypeStruct(shape, x.dtype), self.of_programs()
+        elif name == "send":
+            shape, dtype = (), jnp.dtype(np.float32)
+        result = jax.ShapeDtypeStruct(shape, dtype)
+        channel = self if isinstance(how, Peer) else self._of_programs or self
         if not on_cpus():
             return io_callback(lambda x: channel.on_host(name, x, how), result, x, ordered=True)
         (made,) = call_in_order(lambda x: [channel.on_host(name, x, how)], [result], x, effect=self.effect())
         return made
 
-    def of_programs(self) -> "HostCollectives":
-        """Return the same group, over the channel that compiled programs use."""
-        return self
-
     def effect(self) -> Any:
         """Return the ordered effect of operations in programs."""
         return in_order()
-
-    def _opened(self, what: str) -> "HostCollectives":
-        """Add the agreement on a section to the program; return a copy of these collectives for its operations."""
-        channel, timeout = self.of_programs(), self.timeout
-
-        def agree() -> None:
-            Agreeing(channel, f"compiled {what}")(timeout)
-
-        if on_cpus():
-            call_in_order(agree, (), effect=self.effect())
-        else:
-            io_callback(agree, None, ordered=True)
-        return copy.copy(self)
-
-    def _end(self) -> None:
-        """Add the end of the section to the program: nothing, since each operation has waited for all ranks."""
 
 
 class InTurn:
@@ -321,9 +298,6 @@ class InTurn:
             elif begins:
                 started(self._run, "jdistgrad-collectives")
         return future
-
-    def close(self) -> None:
-        self.start(lambda collectives: collectives.close()).result()
 
     def _run(self) -> None:
         while True:

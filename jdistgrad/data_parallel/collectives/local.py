@@ -14,17 +14,16 @@ from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
 from jdistgrad.data_parallel.collectives.primitive import Route
 from jdistgrad.data_parallel.collectives.roll_call import Meeting, missing_ranks, waits_no_longer
-from jdistgrad.data_parallel.collectives.send_recv import Check, Receiving
-from jdistgrad.data_parallel.collectives.world import FOR_ANY_WORLD, CollectiveEntry, Seat, WatchedBlock, is_local, seat
-from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError
+from jdistgrad.data_parallel.collectives.send_recv import Check, Peer, wait_for_letter
+from jdistgrad.data_parallel.collectives.world import FOR_ANY_WORLD, CollectiveEntry, WatchedBlock, is_local
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorldClosedError
 from jdistgrad.ffi.dispatch import finish_programs
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.worker import Worker
+from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.wire.arrays import bytes_of
 from jdistgrad.wire.interrupts import SteadyCondition
 
 LOOK_SECONDS = 0.05  # how often a waiting rank checks whether its world has failed
-
 
 Letter = tuple[str, np.ndarray]  # words, and bytes
 
@@ -102,7 +101,6 @@ class Board:
 
 
 _boards: "weakref.WeakValueDictionary[Any, Board]" = weakref.WeakValueDictionary()
-_made: "weakref.WeakKeyDictionary[Any, collections.Counter[Any]]" = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -118,60 +116,63 @@ class Local(HostCollectives):
     world_ranks: tuple[int, ...]
 
     def __init__(self, workers: Sequence[int] | None = None) -> None:
-        place = seat()
-        if not is_local():
+        worker = current_worker()
+        if not is_local(worker):
             raise CollectiveError(
-                f"collectives of threads, made by {place.info}: this world's workers are processes, and none would "
+                f"collectives of threads, made by {worker.info}: this world's workers are processes, and none would "
                 f"meet another one. {FOR_ANY_WORLD}"
             )
-        self._sit(place, tuple(range(place.size) if workers is None else workers))
+        self._join(worker, tuple(range(worker.size) if workers is None else workers))
 
-    def _sit(self, place: Seat, workers: tuple[int, ...]) -> None:
-        self._seat, self.world_ranks = place, workers
-        self.rank, self.size = workers.index(place.rank), len(workers)
+    def _join(self, worker: Worker, workers: tuple[int, ...]) -> None:
+        self._found, self._info, self.world_ranks = weakref.ref(worker), worker.info, workers
+        self.rank, self.size = workers.index(worker.rank), len(workers)
         with _lock:
-            turns = _made.setdefault(place.owner, collections.Counter())
+            turns = worker.kept.setdefault("local collectives", collections.Counter[Any]())
             turns[workers] += 1
-            self._group = (workers, turns[workers])
-            self._board = _boards.setdefault((place.world, *self._group), Board(self.size))
+            self.name = (workers, turns[workers])
+            self._board = _boards.setdefault((worker.world, *self.name), Board(self.size))
 
     def __repr__(self) -> str:
         return f"Local(rank={self.rank}, size={self.size})"
 
     def keeper(self) -> Worker:
-        return self._seat.owner
+        """Return this rank's worker. Raises its world's error, or WorldClosedError, once it has failed or closed."""
+        worker = self._found()  # JAX keeps programs, and they their collectives, which must not keep the worker
+        if worker is not None and worker.failure is not None:
+            raise worker.failure.with_traceback(None)
+        if worker is None or worker.closed:
+            raise WorldClosedError(
+                f"collectives of {self._info}: their world has been shut down. Make new ones in this one.",
+                worker=self._info,
+            )
+        return worker
 
     def twin(self) -> "Local":
         other = object.__new__(Local)
         other.timeout = self.timeout
-        other._sit(self._seat, self.world_ranks)
+        other._join(self.keeper(), self.world_ranks)
         return other
 
     def agree(self, text: str) -> None:
         finish_programs()  # which meet at the same board
         super().agree(text)
 
-    def allgather_object(self, value: Any) -> list[Any]:
-        return [trees.steady(one) for one in super().allgather_object(trees.steady(value))]
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        return trees.steady(super().broadcast_object(trees.steady(value) if self.rank == root else None, root))
-
     def _exchange(self, what: str, value: Any) -> list[Any]:
-        self._seat.check()
+        self.keeper()
         return self._collect(self._board.pin(self.rank, what, value), what, self.timeout)
 
     def announce(self, word: bytes, what: str) -> Meeting:
-        self._seat.check()
+        self.keeper()
         turn = self._board.pin(self.rank, "a meeting", word)
-        return Meeting(functools.partial(self._collect, turn, what))
+        return functools.partial(self._collect, turn, what)
 
     def _collect(self, turn: int, what: str, timeout: float) -> list[Any]:
-        entry = CollectiveEntry(what, self._group, turn)
-        with WatchedBlock(self._seat.owner, entry, self.world_ranks, blocking=False) as together:
+        entry = CollectiveEntry(what, self.name, turn)
+        with WatchedBlock(self.keeper(), entry, self.world_ranks, blocking=False) as together:
 
             def check() -> None:
-                self._seat.check()
+                self.keeper()
                 together.check()
 
             try:
@@ -199,67 +200,39 @@ class Local(HostCollectives):
             memory[...] = shared[root]
         self._exchange("the end of a broadcast", None)
 
-    def gather_arrays(self, memory: np.ndarray) -> np.ndarray:
-        stacked = np.stack(self._exchange(f"a gather of {memory.dtype}{list(memory.shape)}", memory))
-        self._exchange("the end of a gather", None)
-        return stacked
-
-    def exchange_blocks(self, memory: np.ndarray) -> np.ndarray:
-        shared = self._exchange(f"an exchange of blocks of {memory.dtype}{list(memory.shape)}", memory)
-        blocks = np.stack([theirs[self.rank] for theirs in shared])
-        self._exchange("the end of an exchange of blocks", None)
-        return blocks
-
-    def sum_blocks(self, memory: np.ndarray) -> np.ndarray:
-        shared = self._exchange(f"a sum of blocks of {memory.dtype}{list(memory.shape)}", memory)
-        total = combined([theirs[self.rank] for theirs in shared], "sum").astype(memory.dtype, copy=False)
-        self._exchange("the end of a sum of blocks", None)
-        return total
-
-    def pass_on(self, memory: np.ndarray, route: Route) -> np.ndarray:
-        shared = self._exchange(f"a move of {memory.dtype}{list(memory.shape)} {route}", memory)
-        source = route.source(self.rank)
-        found = np.zeros_like(memory) if source is None else np.array(shared[source])
-        self._exchange("the end of a move", None)
+    def moved(self, name: str, memory: np.ndarray, how: Any) -> np.ndarray:
+        shared = self._exchange(f"{name} of {memory.dtype}{list(memory.shape)}", memory)
+        if name == "allgather":
+            found = np.stack(shared)
+        elif isinstance(how, Route):
+            _, source = how.ends(self.rank)
+            found = np.zeros_like(memory) if source is None else np.array(shared[source])
+        elif name == "alltoall":
+            found = np.stack([theirs[self.rank] for theirs in shared])
+        else:
+            rows = slice(len(memory) // self.size * self.rank, len(memory) // self.size * (self.rank + 1))
+            found = combined([theirs[rows] for theirs in shared], "sum").astype(memory.dtype, copy=False)
+        self._exchange(f"the end of {name}", None)
         return found
 
-    def post(self, timeout: Callable[[], float]) -> "LocalPost":
-        return LocalPost(self._board, self._seat, self._group, self.world_ranks, self.rank, timeout)
-
-    def free(self) -> None:
-        """Do nothing: the board goes with the last of the ranks' objects."""
-
     def gather_objects(self, value: Any) -> list[Any]:
-        return self._exchange("a gather of objects", value)
+        return [trees.steady(one) for one in self._exchange("a gather of objects", trees.steady(value))]
 
+    def send_letter(self, x: np.ndarray, words: str, peer: Peer) -> None:
+        self.keeper()
+        octets = np.frombuffer(bytes_of(np.array(x)), np.uint8)
+        self._board.put(self.rank, peer.rank, peer.tag, (words, octets))
 
-class LocalPost:
-    """The post of a rank that is a thread of a local world."""
-
-    def __init__(
-        self, board: Board, seat: Seat, group: Any, ranks: Sequence[int], rank: int, timeout: Callable[[], float]
-    ):
-        self._board, self._seat, self._group, self._ranks, self._rank = board, seat, group, ranks, rank
-        self._timeout = timeout
-
-    def send(self, x: np.ndarray, words: str, to: int, tag: int) -> None:
-        self._seat.check()
-        self._board.put(self._rank, to, tag, (words, np.frombuffer(bytes_of(np.array(x)), np.uint8)))
-
-    def recv(self, words: str, source: int, tag: int) -> np.ndarray:
-        owner, timeout = self._seat.owner, self._timeout()
-        receiving = Receiving(owner, self._group, self._ranks, self._rank, source, tag, timeout)
+    def take_letter(self, peer: Peer) -> Letter:
         found: list[Letter] = []
 
         def wait(seconds: float, check: Check) -> bool:
             def both() -> None:
-                self._seat.check()
+                self.keeper()
                 check()
 
-            found.extend(self._board.next(source, self._rank, tag, seconds, both))
+            found.extend(self._board.next(peer.rank, self.rank, peer.tag, seconds, both))
             return bool(found)
 
-        receiving.until(wait)
-        sent, octets = found[0]
-        receiving.check_words(sent, words)
-        return octets
+        wait_for_letter(self, peer, time.monotonic() + self.timeout, wait)
+        return found[0]

@@ -30,6 +30,7 @@ class Mesh(Collectives):
 
     def __init__(self, axis_name: Any):
         self.axis_name = axis_name
+        self._axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
         worker = find_worker()
         if worker is not None and worker.survives and jax.distributed.is_initialized():
             log.warning(
@@ -57,24 +58,17 @@ class Mesh(Collectives):
                 f"{self!r}: there is no mesh axis of that name here. Call it inside jax.shard_map over that axis."
             ) from error
 
-    def _row_counts(self, mine: int) -> Sequence[int]:
+    def _of_all(self, mine: Any, remedy: str) -> list[Any]:
         return [mine] * self.size
 
-    def _exchanged(self, x: jax.Array, table: Sequence[Sequence[int]]) -> jax.Array:
-        raise CollectiveError("alltoall: all ranks of a mesh run one program, so blocks have one size: no splits")
-
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        carried = _carrier(x.dtype)
-        if carried == x.dtype:
-            return self._performed(name, x, how)
-        return self._performed(name, x.astype(carried), how).astype(x.dtype)
-
-    def _performed(self, name: str, x: jax.Array, how: Any) -> jax.Array:
-        index = self.rank
+        here, carried = self.rank, _carrier(x.dtype)  # raises where there is no such axis
+        if carried != x.dtype:
+            return self.perform(name, x.astype(carried), how).astype(x.dtype)
         if name == "allgather":
             return lax.all_gather(x, self.axis_name)
         if name == "broadcast":
-            kept = jnp.where(index == how, x, jnp.zeros_like(x))
+            kept = jnp.where(here == how, x, jnp.zeros_like(x))
             if x.dtype == bool:
                 return lax.psum(kept.astype(jnp.int8), self.axis_name).astype(bool)
             return lax.psum(kept, self.axis_name)
@@ -86,11 +80,15 @@ class Mesh(Collectives):
             return lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True)
         if name in ("shift", "permute"):
             return lax.ppermute(x, *self._in_order_of_mesh(how.pairs))
-        return {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
+        reduced: jax.Array = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
+        if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+            return reduced
+        unknown = lax.psum(jnp.isnan(x).astype(jnp.int32), self.axis_name)
+        return jnp.where(unknown > 0, jnp.nan, reduced)  # gloo's maximum of NaN depends on the rank that holds it
 
     def _in_order_of_mesh(self, pairs: Sequence[tuple[int, int]]) -> tuple[Any, list[tuple[int, int]]]:
         """Return the axes in the mesh's order, by which ``ppermute`` numbers ranks, and pairs of ranks numbered so."""
-        axes, known = self._axes(), jax.sharding.get_abstract_mesh().axis_names
+        axes, known = self._axes, jax.sharding.get_abstract_mesh().axis_names
         if not set(axes) <= set(known):
             return self.axis_name, list(pairs)
         order = sorted(range(len(axes)), key=lambda k: known.index(axes[k]))
@@ -108,15 +106,12 @@ class Mesh(Collectives):
 
     def localize(self, x: jax.Array) -> jax.Array:
         """Return a replicated value as this rank's own, so that its gradient is that of this rank's loss alone."""
-        axes = [axis for axis in self._axes() if axis not in self._varying(x)] if self._typed() else []
+        axes = [axis for axis in self._axes if axis not in self._varying(x)] if self._typed() else []
         return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
     def is_summed(self, gradient: jax.Array) -> bool:
         """Return whether JAX has summed a gradient over the axis, as it does for parameters typed as replicated."""
-        return self._typed() and not set(self._axes()) & self._varying(gradient)
-
-    def _axes(self) -> tuple[Any, ...]:
-        return self.axis_name if isinstance(self.axis_name, tuple) else (self.axis_name,)
+        return self._typed() and not set(self._axes) & self._varying(gradient)
 
     def _typed(self) -> bool:
         return bool(self._varying(self.rank))

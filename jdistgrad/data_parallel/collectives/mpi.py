@@ -3,34 +3,41 @@
 import contextlib
 import copy
 import functools
-import importlib.util
 import pickle
-from collections.abc import Callable
-from typing import Any, ClassVar
+import socket
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 
 from jdistgrad.data_parallel.buckets.host_arrays import empty
-from jdistgrad.data_parallel.collectives import communicators
-from jdistgrad.data_parallel.collectives.base import Op
-from jdistgrad.data_parallel.collectives.communicators import MPIPost
-from jdistgrad.data_parallel.collectives.host import COMBINE, TIMEOUT, HostCollectives, combined
+from jdistgrad.data_parallel.collectives import communicators, mpi_in_programs, mpi_on_device
+from jdistgrad.data_parallel.collectives.base import Collectives, Op
+from jdistgrad.data_parallel.collectives.host import COMBINE, TIMEOUT, HostCollectives, combined, described
+from jdistgrad.data_parallel.collectives.mpi_in_programs import CHUNK, MET, ROUTE_TAG
 from jdistgrad.data_parallel.collectives.primitive import Route
+from jdistgrad.data_parallel.collectives.rank_devices import default_device
 from jdistgrad.data_parallel.collectives.roll_call import Meeting, missing_ranks, waits_no_longer
+from jdistgrad.data_parallel.collectives.send_recv import Peer, wait_for_letter
+from jdistgrad.data_parallel.collectives.spanning import Finish, Program, Span, at_home, in_one_order, where_it_was
 from jdistgrad.data_parallel.collectives.world import FOR_ANY_WORLD, CollectiveEntry, WatchedBlock, raise_lost
 from jdistgrad.errors import CollectiveError, WorkerLostError
-from jdistgrad.ffi.lowering import on_cpus
+from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import find_worker
+from jdistgrad.threads import usable_cores
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.arrays import ALIAS_FROM, EXTENSIONS_FROM
+from jdistgrad.wire.arrays import ALIAS_FROM, EXTENSIONS_FROM, bytes_of
 from jdistgrad.wire.polling import poll
 
-CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
-SUMMED = 2 << 20  # bytes, see ``sum_blocks``
-HERE_TAG, ROUTE_TAG, OBJECTS_TAG = 31_073, 31_074, 31_075
+SUMMED = 2 << 20  # bytes, see ``_sum_blocks``
+HERE_TAG, OBJECTS_TAG = 31_073, 31_075
 GRACE_SECONDS = 3.0
-AT_ONCE = 100e-6  # seconds
 UNDER_WAY_SECONDS = 0.1  # what a lost worker has sent may still come
 
 
@@ -47,84 +54,70 @@ class MPI(HostCollectives):
       timeout: seconds to wait for the slowest rank, in the making and later.
     """
 
-    world_ranks: tuple[int, ...]
-    kind_in_programs: "ClassVar[type[MPI]]"  # set by mpi_in_programs, which needs this class
-    kind_on_device: "ClassVar[type[MPI]]"  # the same, by mpi_on_device
-
-    def __new__(cls, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT) -> "MPI":
-        if cls is MPI and on_device:
-            return object.__new__(cls.kind_on_device)
-        return object.__new__(cls.kind_in_programs if cls is MPI and on_cpus() and has_mpi4jax() else cls)
+    device: jax.Device | None = None  # that arrays are reduced on; None: in host memory
+    span: Span | None = None  # of the devices that programs span; None: programs are of one rank
+    voting: bool = False  # whether an error of MPI is one that the ranks vote on
+    _interrupt: Callable[[], None] | None = None  # ends an operation on all ranks that go on without those that died
+    _met: Any = None  # in a section of a program that is not for CPUs: a flag that is there once the ranks have met
 
     def __init__(self, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT):
-        launcher_env.refuse_place_of_another_process("collectives.MPI")
-        try:
-            from mpi4py import MPI as mpi  # noqa: N811
-        except ImportError as error:
-            raise CollectiveError(
-                f"MPI: {error}. Collectives over MPI need mpi4py (pip install 'jdistgrad[mpi]') and an MPI; workers as "
-                "threads need neither (jdistgrad.collectives.Local)."
-            ) from error
-        from jdistgrad.wire.mpi_process import require_the_others
+        whole = _checked(comm)
+        from mpi4py import MPI as mpi  # noqa: N811
 
-        if comm is None:
-            worker = find_worker()
-            if mpi.COMM_WORLD.size == 1 and worker is not None and worker.shares_process and worker.size > 1:
-                raise CollectiveError(
-                    f"collectives of processes, made by {worker.info}: the {worker.size} workers of this world are "
-                    "threads of one process, which is one rank of MPI, so each of them would reduce alone. "
-                    f"{FOR_ANY_WORLD}"
-                )
-            require_the_others("collectives.MPI")
-        whole: Any = mpi.COMM_WORLD if comm is None else comm
-        if not isinstance(whole, mpi.Comm) or whole == mpi.COMM_NULL or whole.Is_inter():
-            raise CollectiveError(
-                f"MPI: comm must be an intracommunicator this rank belongs to, not {comm!r}. Ranks outside a group "
-                "(MPI.COMM_NULL) take no part in its collectives."
-            )
         self.rank, self.size, self.timeout = whole.rank, whole.size, timeout
         self.world_ranks = tuple(mpi.Group.Translate_ranks(whole.group, range(self.size), mpi.COMM_WORLD.group))
-        self.comm, self._name = communicators.duplicate(whole, self.world_ranks, self.timeout)
-        with communicators.naming_lost(self.world_ranks):
-            self.has_room = communicators.has_room(communicators.neighbours_cores(self.comm), self.size)
+        self._begin_on(*communicators.duplicate(whole, self.world_ranks, self.timeout))
+        host = socket.gethostname()
+        cores = [its for where, its in self.gather_objects((host, usable_cores())) if where == host]
+        self.has_room = communicators.has_room(cores, self.size)
+        self._by_mpi4jax = on_device or (type(self) is MPI and on_cpus() and mpi_on_device.has_mpi4jax())
         self._of_programs = self.duplicate()
+        if on_device:
+            self.device = default_device()
+            self.agree("new collectives over MPI on devices")
+            mpi_on_device.require_support(self.gather_objects(mpi_on_device.refusal()))
+
+    def _begin_on(self, comm: Any, name: Hashable) -> None:
+        """Use a communicator on which nothing is under way."""
+        self.comm, self.name, self.turn, self.refusal = comm, name, 0, None
+        self._beside = None
+        self.inside: WatchedBlock | None = None  # of a section that a compiled program is in
+        self._boxes: dict[tuple[int, int], communicators.Box] = {}
+        self._posting = threading.Lock()
+        self._programs: dict[Any, Program] = {}
 
     def duplicate(self) -> "MPI":
         """Return the same ranks over another communicator. Every rank must call it."""
         other = copy.copy(self)
-        other.comm, other._name = communicators.duplicate(self.comm, self.world_ranks, self.timeout, self._name)
-        other.turn, other.refusal, other._beside, other._pairs = 0, None, None, None
+        other._begin_on(*communicators.duplicate(self.comm, self.world_ranks, self.timeout, self.name))
         return other
 
     def __repr__(self) -> str:
-        return f"MPI(rank={self.rank}, size={self.size})"
+        return f"MPI(rank={self.rank}, size={self.size}{'' if self.device is None else ', on_device=True'})"
 
     def twin(self) -> "MPI":
         other = self.duplicate()
         other._of_programs = other.duplicate()
         return other
 
-    def of_programs(self) -> "MPI":
-        """Return the same ranks over a communicator of their own: compiled programs run beside Python's operations."""
-        return self._of_programs
-
     def announce(self, word: bytes, what: str) -> Meeting:
+        return self.begin(word, what)[0]
+
+    def begin(self, word: bytes, what: str) -> tuple[Meeting, Callable[[], bool]]:
+        """Begin a meeting with this rank's word; return it, and a function that says whether all have come."""
         from mpi4py import MPI as mpi  # noqa: N811
 
         everybody = bytearray(len(word) * self.size)
-        try:
+        with communicators.naming_lost(self.world_ranks, what, patient=not self.voting):
             request = self.comm.Iallgather(word, everybody)
             communicators.keep(request, word, everybody)
-            together = self._together(what, blocking=False)
-        except Exception as error:
-            self._raise_lost(error, what)
-            raise
+            together = self.together(what, blocking=False)
 
         def has_ended() -> bool:
             try:
                 return bool(request.Test())
             except Exception as error:
-                self._raise_lost(error, what)
+                raise_lost(error, self.world_ranks, what, patient=not self.voting)
                 raise
 
         def wait(timeout: float) -> list[bytes]:
@@ -137,11 +130,7 @@ class MPI(HostCollectives):
                     raise waits_no_longer(what, status.source, timeout)
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
-        return Meeting(wait, has_ended)
-
-    def _raise_lost(self, error: Exception, what: str) -> None:
-        """Raise WorkerLostError if an error of MPI comes from the loss of a worker; else return."""
-        raise_lost(error, self.world_ranks, what)
+        return wait, has_ended
 
     def _wait_for(self, has_ended: Callable[[], bool], what: str, timeout: float, together: WatchedBlock) -> None:
         def check() -> None:
@@ -156,10 +145,11 @@ class MPI(HostCollectives):
                 missing = self._missing()
                 raise missing_ranks(what, missing, timeout, together.places(missing))
 
-    def _together(self, what: str, *, blocking: bool = True, may_leave: bool = False) -> WatchedBlock:
+    def together(self, what: str, *, blocking: bool = True, may_leave: bool = False) -> WatchedBlock:
+        """Return a block of an operation on this communicator, for the watchdog."""
         self.turn += 1
-        entry = CollectiveEntry(what, self._name, self.turn, may_leave)
-        return WatchedBlock(find_worker(), entry, self.world_ranks, blocking=blocking)
+        entry = CollectiveEntry(what, self.name, self.turn, may_leave)
+        return WatchedBlock(find_worker(), entry, self.world_ranks, blocking=blocking, interrupt=self._interrupt)
 
     def _missing(self) -> list[int]:
         """Return the ranks that do not wait here: ranks that give up tell the others, and the rest are missing."""
@@ -185,71 +175,158 @@ class MPI(HostCollectives):
 
         flat, kind, operation = _as_mpi(memory.reshape(-1), op)
         step = max(1, CHUNK // flat.itemsize)
-        with self._together(f"a {op} of {memory.nbytes} bytes"):
+        with self.together(f"a {op} of {memory.nbytes} bytes"):
             for start in range(0, flat.size if self.size > 1 else 0, step):
                 self.comm.Allreduce(mpi.IN_PLACE, [flat[start : start + step], kind], operation)
 
     def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
         octets = memory.reshape(-1).view(np.uint8)
-        with self._together(f"a broadcast of {memory.nbytes} bytes"):
+        with self.together(f"a broadcast of {memory.nbytes} bytes"):
             for start in range(0, octets.size, CHUNK):
                 self.comm.Bcast(octets[start : start + CHUNK], root)
 
-    def gather_arrays(self, memory: np.ndarray) -> np.ndarray:
-        octets = np.ascontiguousarray(memory).reshape(-1).view(np.uint8)
-        everybody = empty((self.size, octets.size), np.uint8)
-        step = max(1, CHUNK // self.size)
-        with self._together(f"a gather of {memory.nbytes} bytes"):
-            for start in range(0, octets.size, step):
-                part = octets[start : start + step]
-                received = np.empty((self.size, part.size), np.uint8)
-                self.comm.Allgather(part, received)
-                everybody[:, start : start + step] = received
-        return everybody.reshape(-1).view(memory.dtype).reshape(self.size, *memory.shape)
+    def moved(self, name: str, memory: np.ndarray, how: Any) -> np.ndarray:
+        if isinstance(how, Route):
+            return self._pass_on(memory, how)
+        return self._sum_blocks(memory) if name == "scatter" else self._gather(name, memory)
 
-    def exchange_blocks(self, memory: np.ndarray) -> np.ndarray:
-        octets = memory.reshape(self.size, -1).view(np.uint8)
-        received = np.empty_like(octets)
+    def _gather(self, name: str, memory: np.ndarray) -> np.ndarray:
+        """Return the arrays, or in an ``alltoall`` the blocks for this rank, of all ranks, by rank."""
+        exchange = self.comm.Alltoall if name == "alltoall" else self.comm.Allgather
+        octets = memory.reshape(self.size if name == "alltoall" else 1, -1).view(np.uint8)
+        everybody = empty((self.size, octets.shape[1]), np.uint8)
         step = max(1, CHUNK // self.size)
-        with self._together(f"an exchange of blocks of {memory.nbytes} bytes"):
+        with self.together(f"an {name} of {memory.nbytes} bytes"):
             for start in range(0, octets.shape[1], step):
                 part = np.ascontiguousarray(octets[:, start : start + step])
-                arrived = np.empty_like(part)
-                self.comm.Alltoall(part, arrived)
-                received[:, start : start + step] = arrived
-        return received.view(memory.dtype).reshape(memory.shape)
+                received = np.empty((self.size, part.shape[1]), np.uint8)
+                exchange(part, received)
+                everybody[:, start : start + step] = received
+        shape = memory.shape if name == "alltoall" else (self.size, *memory.shape)
+        return everybody.reshape(-1).view(memory.dtype).reshape(shape)
 
-    def sum_blocks(self, memory: np.ndarray) -> np.ndarray:
+    def _sum_blocks(self, memory: np.ndarray) -> np.ndarray:
         """Exchange and add a little at a time, which stays in a core's cache; MPI's own reduce-scatter takes longer."""
         rows = memory.reshape(self.size, -1)
         total = empty((rows.shape[1],), memory.dtype)
         step = max(1, SUMMED // memory.dtype.itemsize // self.size)
         mine, theirs = (np.empty((self.size, step), memory.dtype) for _ in range(2))
-        with self._together(f"a sum of blocks of {memory.nbytes} bytes"):
+        with self.together(f"a sum of blocks of {memory.nbytes} bytes"):
             for start in range(0, total.size, step):
                 count = min(step, total.size - start)
                 sent, arrived = (scratch.reshape(-1)[: self.size * count] for scratch in (mine, theirs))
                 sent.reshape(self.size, count)[:] = rows[:, start : start + count]
                 self.comm.Alltoall(sent.view(np.uint8), arrived.view(np.uint8))
                 total[start : start + count] = combined(arrived.reshape(self.size, count), "sum")
-        return total.reshape(memory.shape[1:])
+        return total.reshape(len(memory) // self.size, *memory.shape[1:])
 
-    def pass_on(self, memory: np.ndarray, route: Route) -> np.ndarray:
+    def _pass_on(self, memory: np.ndarray, route: Route) -> np.ndarray:
         octets = memory.reshape(-1).view(np.uint8)
         received = np.zeros_like(octets)  # which it stays if no rank sends
-        target, source = ends(route, self.rank)
-        with self._together(f"a move of {memory.nbytes} bytes {route}"):
+        target, source = mpi_in_programs.ends(route, self.rank)
+        with self.together(f"a move of {memory.nbytes} bytes {route}"):
             for start in range(0, octets.size, CHUNK):
                 part = slice(start, start + CHUNK)
                 self.comm.Sendrecv(octets[part], target, ROUTE_TAG, received[part], source, ROUTE_TAG)
         return received.view(memory.dtype).reshape(memory.shape)
 
-    def post(self, timeout: Callable[[], float]) -> MPIPost:
-        return MPIPost(self.comm, self._name, self.world_ranks, timeout)
+    def send_letter(self, x: np.ndarray, words: str, peer: Peer) -> None:
+        from jdistgrad.wire.mpi_process import chunks
+
+        octets = bytes_of(np.array(x))  # of a copy: nobody waits until it has gone
+        lost = communicators.naming_lost([self.world_ranks[peer.rank]], f"send to {peer}")
+        with lost, self._posting:  # of another thread's letter no part may come between
+            for part in (f"{octets.nbytes} {words}".encode(), *chunks(octets)):
+                request = self.comm.Isend(part, peer.rank, communicators.FIRST_TAG + peer.tag)
+                communicators.keep_until_ended(request, part)
+
+    def take_letter(self, peer: Peer) -> tuple[str, np.ndarray]:
+        end, new = time.monotonic() + self.timeout, communicators.Box(self.comm, peer.rank, peer.tag)
+        box = self._boxes.setdefault((peer.rank, peer.tag), new)
+        wait_for_letter(self, peer, end, functools.partial(poll, functools.partial(box.lock.acquire, blocking=False)))
+        try:
+            wait_for_letter(self, peer, end, functools.partial(poll, box.has_letter))
+            wait_for_letter(self, peer, end, functools.partial(poll, box.is_complete), begun=True)
+            return box.take()
+        finally:
+            box.lock.release()
 
     def free(self) -> None:
         for comm in (self.comm, self._of_programs.comm):
             comm.Free()
+
+    # Inside jit, by mpi4jax where it is installed.
+
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        if self._met is None:
+            return super().perform(name, x, how)
+        performer = copy.copy(self)
+        performer._met = None  # a value of the trace that the section is in; the operation may be traced in another
+        return performer.perform(name, self._after_meeting(x), how)
+
+    def _after_meeting(self, x: jax.Array) -> jax.Array:
+        return x if self._met is None else jnp.where(self._met, x, jnp.zeros_like(x))
+
+    def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
+        if not self._by_mpi4jax:
+            return super().compiled(name, x, how)
+        return mpi_in_programs.performed(self._of_programs, name, self._after_meeting(x), how)
+
+    def effect(self) -> Any:
+        return mpi_in_programs.in_order() if self._by_mpi4jax else super().effect()
+
+    def section(self, what: str) -> Any:
+        if not self._by_mpi4jax or not self.meets_in_programs or self.size == 1:
+            return super().section(what)
+        return self._section_by_mpi4jax(what)
+
+    @contextlib.contextmanager
+    def _section_by_mpi4jax(self, what: str) -> Iterator["MPI"]:
+        quiet, channel, timeout = copy.copy(self), self._of_programs, self.timeout
+        quiet.meets_in_programs = False
+        if not on_cpus():  # operations of the section use the flag, so they wait for the agreement
+            quiet._met = io_callback(lambda: mpi_in_programs.meet(channel, what, timeout), MET, ordered=True)
+            yield quiet
+            return
+        enter = functools.partial(mpi_in_programs.enter, channel, what, timeout)
+        call_in_order(enter, (), effect=self.effect(), quick=True)
+        yield quiet
+        call_in_order(functools.partial(mpi_in_programs.leave, channel), (), effect=self.effect(), quick=True)
+
+    # On the ranks' devices.
+
+    def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        if self.device is None or isinstance(how, Peer):
+            return super().eager(name, x, how)
+        x, before = at_home(x, self.device), x
+        what, key = described(name, x, how), (name, how, jax.typeof(x))
+        if key not in self._programs:
+
+            def finish(all_: Collectives, results: list[Any]) -> list[Any]:
+                return [all_.perform(name, results[0], how)]
+
+            self._programs[key] = self.program(jax.make_jaxpr(lambda x: x)(x), [x], finish, what)
+        shared = self._programs[key].prepare([x])
+        with in_one_order:
+            self.agree(what)
+            return where_it_was(self.dispatch(self._programs[key], shared, what, [x])[0], before)
+
+    def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
+        """Return a program of a jaxpr, and of what ``finish`` makes of its results with collectives."""
+        return mpi_on_device.rank_program(self, closed, finish, what)
+
+    def dispatch(
+        self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
+    ) -> list[jax.Array]:
+        """Run a program that all ranks have agreed on; return its results for this rank.
+
+        Arguments:
+          shared: the arguments of the program, made of ``inputs``.
+          key: the same on all ranks, and for equal programs only; default ``what``.
+        """
+        return program.launch(shared)[0]
+
+    # Objects.
 
     def gather_objects(self, value: Any) -> list[Any]:
         from jdistgrad.wire import mpi_process
@@ -258,13 +335,43 @@ class MPI(HostCollectives):
             pieces = in_pieces(value)
         except Exception as error:  # the others wait for something in any case: an empty pickle, and the reason
             pieces = [b"", in_short(error).encode()]
-        with self._together("a gather of objects"):
+        with self.together("a gather of objects"):
             found = mpi_process.allgather(self.comm, OBJECTS_TAG, pieces)
         for rank, (stream, *rest) in enumerate(found):
             if not stream:
                 why = str(rest[0], "utf8")
                 raise CollectiveError(f"a gather of objects: that of rank {rank} cannot be pickled: {why}")
         return [pickle.loads(stream, buffers=buffers) for stream, *buffers in found]
+
+
+def _checked(comm: Any) -> Any:
+    """Return the communicator that collectives are made of. Raises CollectiveError if there is none for them."""
+    launcher_env.refuse_place_of_another_process("collectives.MPI")
+    try:
+        from mpi4py import MPI as mpi  # noqa: N811
+    except ImportError as error:
+        raise CollectiveError(
+            f"MPI: {error}. Collectives over MPI need mpi4py (pip install 'jdistgrad[mpi]') and an MPI; workers as "
+            "threads need neither (jdistgrad.collectives.Local)."
+        ) from error
+    from jdistgrad.wire.mpi_process import require_the_others
+
+    if comm is None:
+        worker = find_worker()
+        if mpi.COMM_WORLD.size == 1 and worker is not None and worker.shares_process and worker.size > 1:
+            raise CollectiveError(
+                f"collectives of processes, made by {worker.info}: the {worker.size} workers of this world are "
+                "threads of one process, which is one rank of MPI, so each of them would reduce alone. "
+                f"{FOR_ANY_WORLD}"
+            )
+        require_the_others("collectives.MPI")
+    whole: Any = mpi.COMM_WORLD if comm is None else comm
+    if not isinstance(whole, mpi.Comm) or whole == mpi.COMM_NULL or whole.Is_inter():
+        raise CollectiveError(
+            f"MPI: comm must be an intracommunicator this rank belongs to, not {comm!r}. Ranks outside a group "
+            "(MPI.COMM_NULL) take no part in its collectives."
+        )
+    return whole
 
 
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
@@ -296,18 +403,6 @@ def _custom_op(dtype: np.dtype, op: str) -> Any:
         b[:] = combine(a.astype(wide), b.astype(wide))
 
     return mpi.Op.Create(run, commute=True)
-
-
-def ends(route: Route, rank: int) -> tuple[int, int]:
-    """Return the ranks that this rank sends to and gets from, in MPI's numbers."""
-    from mpi4py import MPI as mpi  # noqa: N811
-
-    target, source = route.target(rank), route.source(rank)
-    return mpi.PROC_NULL if target is None else target, mpi.PROC_NULL if source is None else source
-
-
-def has_mpi4jax() -> bool:
-    return importlib.util.find_spec("mpi4jax") is not None
 
 
 def in_pieces(value: Any) -> list[Any]:

@@ -1,21 +1,18 @@
 """Collectives over MPI that reduce arrays where they lie: mpi4jax in compiled code, given pointers to device memory."""
 
 import functools
+import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jdistgrad import jaxprs
-from jdistgrad.data_parallel.collectives.host import TIMEOUT, HostCollectives, described
-from jdistgrad.data_parallel.collectives.mpi import MPI, has_mpi4jax
-from jdistgrad.data_parallel.collectives.mpi_in_programs import WithMpi4jax
-from jdistgrad.data_parallel.collectives.rank_devices import default_device
-from jdistgrad.data_parallel.collectives.spanning import Finish, Program, at_home, in_one_order, where_it_was
+from jdistgrad.data_parallel.collectives.spanning import Finish, Program
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.devices import opened_gpus
 from jdistgrad.wire import launcher_env
@@ -36,79 +33,33 @@ if not (x == y).all():
 """
 
 
-class OnDevice(WithMpi4jax):
-    """``MPI(on_device=True)``: compiled programs of mpi4jax's operations, also for what Python calls."""
-
-    span = None
-
-    def __init__(self, comm: Any = None, *, on_device: bool = True, timeout: float = TIMEOUT):
-        super().__init__(comm, timeout=timeout)
-        self._eagerly: dict[Any, Callable[..., Any]] = {}
-        self.device = default_device()
-        self.agree("new collectives over MPI on devices")
-        for rank, reason in enumerate(self.gather_objects(refusal())):
-            if reason:
-                raise CollectiveError(
-                    f"MPI(on_device=True): rank {rank}: {reason} Without on_device=True gradients go "
-                    "through host memory."
-                )
-
-    def __repr__(self) -> str:
-        return f"MPI(rank={self.rank}, size={self.size}, on_device=True)"
-
-    def twin(self) -> "OnDevice":
-        other: Any = super().twin()
-        other._eagerly = {}
-        return other
-
-    def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        x, before = at_home(x, self.device), x
-        if (name, how) not in self._eagerly:
-            self._eagerly[name, how] = jax.jit(lambda x: self.traced(name, x, how))
-        with in_one_order:
-            self.agree(described(name, x, how))
-            return where_it_was(self._eagerly[name, how](x), before)
-
-    # As ``Devices``: steps as programs.
-
-    def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
-        """Return a program of this rank: a jaxpr, and what ``finish`` makes of its results with collectives."""
-        return RankProgram(self, closed, finish, what)
-
-    def dispatch(
-        self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
-    ) -> list[jax.Array]:
-        return program.launch(shared)[0]
+def require_support(reasons: Sequence[str]) -> None:
+    """Raise CollectiveError if some rank has a reason why its arrays cannot be reduced where they lie."""
+    for rank, reason in enumerate(reasons):
+        if reason:
+            raise CollectiveError(
+                f"MPI(on_device=True): rank {rank}: {reason} Without on_device=True gradients go through host memory."
+            )
 
 
-MPI.kind_on_device = OnDevice
+def rank_program(all_: Any, closed: Any, finish: Finish, what: str) -> Program:
+    """Return a program of this rank's arrays, ``closed``, that ends with reductions over all ranks, ``finish``."""
+    # Constants are arguments, not copied into the compiled code; a copy, since the program may change them later.
+    constants, first = [as_jax_array(const) for const in closed.consts], len(closed.jaxpr.invars)
+
+    def run(constants: list[Any], leaves: list[Any]) -> tuple[list[Any], jax.Array]:
+        results = jaxprs.evaluate(closed.jaxpr, constants, leaves[:first])
+        with all_.section(what) as inside:
+            return finish(inside, results, *leaves[first:]), jnp.zeros((), jnp.int8)
+
+    def arguments(leaves: Sequence[Any]) -> list[Any]:
+        return [constants, list(leaves)]
+
+    return Program(jax.jit(run), arguments, list, compiled_at_once=True)  # the ranks' programs may differ
 
 
-class RankProgram(Program):
-    """A function of this rank's arrays, ``closed``, that ends with reductions over all ranks, ``finish``."""
-
-    def __init__(self, all_: HostCollectives, closed: Any, finish: Finish, what: str):
-        # Constants are arguments, not copied into the compiled code; a copy, since the program may change them later.
-        self._constants, first = [as_jax_array(const) for const in closed.consts], len(closed.jaxpr.invars)
-
-        def run(constants: list[Any], leaves: list[Any]) -> tuple[list[Any], jax.Array]:
-            results = jaxprs.evaluate(closed.jaxpr, constants, leaves[:first])
-            with all_.section(what) as inside:
-                return finish(inside, results, *leaves[first:]), jnp.zeros((), jnp.int8)
-
-        super().__init__(None, jax.jit(run))
-
-    def prepare(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Return the arguments of ``launch``; trace and compile on first use: the ranks' programs may differ."""
-        shared = super().prepare(leaves)
-        self.compile()
-        return shared
-
-    def _shared(self, leaves: Sequence[Any]) -> list[Any]:
-        return [self._constants, list(leaves)]
-
-    def _own(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        return list(results)
+def has_mpi4jax() -> bool:
+    return importlib.util.find_spec("mpi4jax") is not None
 
 
 @functools.cache

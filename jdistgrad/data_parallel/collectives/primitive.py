@@ -92,18 +92,13 @@ class Route:
     def __str__(self) -> str:
         return self.words
 
-    def target(self, rank: int) -> int | None:
-        return next((receiver for sender, receiver in self.pairs if sender == rank), None)
-
-    def source(self, rank: int) -> int | None:
-        return self.reversed().target(rank)
+    def ends(self, rank: int) -> tuple[int | None, int | None]:
+        """Return the rank that a rank sends to, and the rank that sends to it."""
+        target = next((receiver for sender, receiver in self.pairs if sender == rank), None)
+        return target, next((sender for sender, receiver in self.pairs if receiver == rank), None)
 
     def reversed(self) -> "Route":
         return Route(tuple((receiver, sender) for sender, receiver in self.pairs), self.back, self.words)
-
-    def arrives(self, size: int) -> np.ndarray:
-        """Return for each rank whether anything is sent to it."""
-        return np.isin(np.arange(size), [receiver for _, receiver in self.pairs])
 
 
 def shifted(size: int, by: Any, *, wrap: bool) -> Route:

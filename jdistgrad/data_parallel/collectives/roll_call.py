@@ -7,16 +7,16 @@ run out of inputs. A mismatch raises an error on every rank.
 
 import contextlib
 import enum
-import functools
 import hashlib
 import struct
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorkerLostError
 
 _FORMAT = struct.Struct("<2i3qQ")
+
+Meeting = Callable[[float], list[bytes]]  # that this rank has come to: waits so many seconds for the words of all ranks
 
 
 class Act(enum.IntEnum):
@@ -150,63 +150,50 @@ def _come_apart(how: str, rank: int) -> DisagreementError:
     )
 
 
-class Meeting:
-    """A meeting that this rank has come to. Called with a timeout in seconds, it returns the words of all ranks."""
-
-    def __init__(self, wait: Callable[[float], list[bytes]], is_complete: Callable[[], bool] = lambda: False):
-        self._wait, self._is_complete = wait, is_complete
-
-    def __call__(self, timeout: float) -> list[bytes]:
-        return self._wait(timeout)
-
-    def completes_within(self, seconds: float) -> bool:
-        """Return whether all ranks come within ``seconds``. The wait spins, so the time must be short."""
-        end = time.monotonic() + seconds
-        while not self._is_complete():
-            if time.monotonic() > end:
-                return False
-        return True
+def word_of(collectives: Any, text: str) -> bytes:
+    """Return the word that announces an operation. Raises if the collectives refuse further use."""
+    if collectives.refusal is not None:
+        raise collectives.refusal
+    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    return Roll(Act.OPERATE, 0, 0, 0, digest).pack()
 
 
-class Agreeing:
-    """The agreement on one operation. Every rank must make one, and call it.
+def agree(collectives: Any, text: str, timeout: float, wait: Meeting | None = None) -> None:
+    """Wait for all ranks to announce this operation. If one does not, refuse all further use of the collectives.
+
+    That rank could still come late, and would then be one operation behind the others.
 
     Arguments:
       collectives: the ranks, as seen by one: they have ``announce``, ``gather_objects``, ``rank`` and ``refusal``.
+      wait: the meeting, if this rank has announced the operation already.
+
+    Raises:
+      DisagreementError: the ranks announce different operations. All ranks raise it.
+      MissingRanksError: some ranks have not come in time.
     """
+    if wait is None:
+        wait = collectives.announce(word_of(collectives, text), text)
+    try:
+        words = [unpack(word) for word in wait(timeout)]
+    except BaseException as error:
+        _refuse(collectives, text, error)
+        raise
+    elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
+    if elsewhere is not None:
+        raise disagreement(words, collectives.rank, elsewhere)
+    if len(set(words)) > 1:
+        require_same_texts(collectives.gather_objects(text))
 
-    def __init__(self, collectives: Any, text: str):
-        if collectives.refusal is not None:
-            raise collectives.refusal
-        self._collectives, self._text = collectives, text
-        self._mine = Roll(Act.OPERATE, 0, 0, 0, _digest(text))
-        self.meeting = collectives.announce(self._mine.pack(), text)
 
-    def __call__(self, timeout: float) -> None:
-        """Wait for all ranks to announce this operation. If one does not, refuse all further use of the collectives.
-
-        That rank could still come late, and would then be one operation behind the others.
-
-        Raises:
-          DisagreementError: the ranks announce different operations. All ranks raise it.
-          MissingRanksError: some ranks have not come in time.
-        """
-        try:
-            words = [unpack(word) for word in self.meeting(timeout)]
-        except BaseException as error:
-            _refuse(self._collectives, self._text, error)
-            raise
-        elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
-        if elsewhere is not None:
-            raise disagreement(words, self._collectives.rank, elsewhere)
-        if len(set(words)) > 1:
-            said = self._collectives.gather_objects(self._text)
-            other = next(rank for rank, its in enumerate(said) if its != said[0])
-            raise DisagreementError(
-                f"the ranks are not in the same operation: rank 0 does {said[0]}, rank {other} does {said[other]}. "
-                "Every rank must call the same operations, in the same order, with the same shapes and dtypes.",
-                rank=other,
-            )
+def require_same_texts(said: Sequence[str]) -> None:
+    """Raise DisagreementError unless all ranks say the same of the operation that they are in."""
+    other = next((rank for rank, its in enumerate(said) if its != said[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"the ranks are not in the same operation: rank 0 does {said[0]}, rank {other} does {said[other]}. "
+            "Every rank must call the same operations, in the same order, with the same shapes and dtypes.",
+            rank=other,
+        )
 
 
 @contextlib.contextmanager
@@ -228,11 +215,6 @@ def _refuse(collectives: Any, text: str, error: BaseException) -> None:
     collectives.refusal = CollectiveError(
         f"{text}: these collectives are not used any more, since {why} Make new ones, on every rank."
     )
-
-
-@functools.lru_cache(maxsize=4096)
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 FEWER = (

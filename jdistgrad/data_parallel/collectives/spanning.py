@@ -4,7 +4,6 @@ A rank's array is its block of rows of one global array, so no byte is copied. A
 array of one.
 """
 
-import abc
 import contextlib
 import contextvars
 import functools
@@ -68,13 +67,9 @@ class Span:
             for k, array in zip(elsewhere, moved, strict=True):
                 own[k] = array
         odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or lies_oddly(leaf)]
-        if odd:
-            with jax.set_mesh(NO_MESH):
-                changed = _with_rows([own[k] for k in odd])
-            for k, array in zip(odd, changed, strict=True):
-                own[k] = array
-        size, make = self.size, jax.make_array_from_single_device_arrays
-        return [make((x.shape[0] * size, *x.shape[1:]), self._sharding, [x]) for x in own]
+        make = jax.make_array_from_single_device_arrays
+        rows = _changed(own, odd, _with_rows)
+        return [make((x.shape[0] * self.size, *x.shape[1:]), self._sharding, [x]) for x in rows]
 
 
 def where_it_was(result: jax.Array, before: jax.Array) -> jax.Array:
@@ -158,7 +153,7 @@ def _with_rows(leaves: list[Any]) -> list[jax.Array]:
     return [jnp.copy(form_of(leaf).to_rows(leaf)) for leaf in leaves]  # a copy has the default layout
 
 
-@functools.partial(jax.jit, static_argnums=1)
+@functools.partial(jax.jit, static_argnames="forms")
 def _without_rows(leaves: list[jax.Array], forms: tuple[Form, ...]) -> list[Any]:
     return [form.from_rows(x) for form, x in zip(forms, leaves, strict=True)]
 
@@ -178,26 +173,37 @@ def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> 
         return jax.make_jaxpr(flat, axis_env=span.axes)(*leaves), found[0]
 
 
-class Program(abc.ABC):
+class Program:
     """A compiled program that ends with reductions over all ranks, traced on first use and compiled once.
 
     Arguments:
-      mesh: the program's own mesh, if it has one, whatever mesh the user has set.
+      run: the program, jitted. It returns results, and an array that is ready when it has ended.
+      arguments: makes the arguments of ``run`` of this rank's leaves; ``own``: this rank's part of the results.
+      mesh: the program's own mesh, whatever mesh the user has set.
+      compiled_at_once: whether it is compiled when it is traced.
     """
 
-    def __init__(self, mesh: Mesh | None, run: Any):
-        self._mesh, self._run, self._traced, self._lowered = mesh, run, False, None
-
-    def _inside(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+    def __init__(
+        self,
+        run: Any,
+        arguments: Callable[[Sequence[Any]], list[Any]],
+        own: Callable[[Sequence[jax.Array]], list[jax.Array]],
+        mesh: Mesh = NO_MESH,
+        *,
+        compiled_at_once: bool = False,
+    ):
+        self._run, self._arguments, self._own, self._mesh = run, arguments, own, mesh
+        self._at_once, self._traced, self._lowered = compiled_at_once, False, None
 
     def prepare(self, leaves: Sequence[Any]) -> list[jax.Array]:
         """Return the arguments of ``launch``; trace the program on first use, which may raise errors of the user."""
-        shared = self._shared(leaves)
+        shared = self._arguments(leaves)
         if not self._traced:
-            with self._inside():
+            with jax.set_mesh(self._mesh):
                 self._lowered = self._run.lower(*shared)
             self._traced = True
+        if self._at_once:
+            self.compile()
         return shared
 
     def compile(self) -> None:
@@ -211,64 +217,51 @@ class Program(abc.ABC):
 
     def launch(self, shared: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
         """Dispatch the program; return this rank's results, and an array that is ready when the program has ended."""
-        with self._inside():
+        with jax.set_mesh(self._mesh):
             results, done = self._run(*shared)
         return self._own(results), done
 
-    @abc.abstractmethod
-    def _shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Return global arrays of which this rank's leaves are a part."""
 
-    @abc.abstractmethod
-    def _own(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return this rank's part of global arrays."""
-
-
-class SpanningProgram(Program):
-    """A function of this rank's arrays, compiled into one program with that of all other ranks.
+def spanning_program(
+    span: Span, closed: Any, like: Sequence[Any], finish: Callable[..., list[Any]], donated: Sequence[int] = ()
+) -> Program:
+    """Return a function of this rank's arrays, compiled into one program with that of all other ranks.
 
     Arguments:
       closed: the jaxpr of the function of this rank's arrays, with ``lax`` collectives over the span's axis in it.
       finish: takes the results of the jaxpr, and the arguments that it does not have; returns a list of results.
       donated: the places of arguments whose memory may be used for results.
     """
+    # Constants are arguments: they may differ from rank to rank. A copy, since the program may change them later.
+    constants = [as_jax_array(const) for const in closed.consts]
+    shared_constants, taken = span.shared(constants), [form_of(leaf) for leaf in (*constants, *like)]
+    count, first, given = len(constants), len(closed.jaxpr.invars), list[Form]()
 
-    def __init__(
-        self,
-        span: Span,
-        closed: Any,
-        like: Sequence[Any],
-        finish: Callable[..., list[Any]] = lambda results: results,
-        donated: Sequence[int] = (),
-    ):
-        self._span = span
-        self._taken = [form_of(leaf) for leaf in like]
-        self._given: tuple[Form, ...] = ()
-        # Constants are arguments: they may differ from rank to rank. A copy, since the program may change them later.
-        constants = [as_jax_array(const) for const in closed.consts]
-        self._constants, self._constant_forms = span.shared(constants), [form_of(const) for const in constants]
-        count, first = len(constants), len(closed.jaxpr.invars)
+    def on_rows(*rows: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        values = [form.from_rows(x) for form, x in zip(taken, rows, strict=True)]
+        args, rest = values[count : count + first], values[count + first :]
+        results = finish(jaxprs.evaluate(closed.jaxpr, values[:count], args), *rest)
+        given[:] = map(form_of, results)
+        return [form.to_rows(x) for form, x in zip(given, results, strict=True)], jnp.zeros(1, jnp.int8)
 
-        def on_rows(*rows: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-            values = [form.from_rows(x) for form, x in zip(self._constant_forms + self._taken, rows, strict=True)]
-            args, rest = values[count : count + first], values[count + first :]
-            results = finish(jaxprs.evaluate(closed.jaxpr, values[:count], args), *rest)
-            self._given = tuple(map(form_of, results))
-            return [form.to_rows(x) for form, x in zip(self._given, results, strict=True)], jnp.zeros(1, jnp.int8)
+    def arguments(leaves: Sequence[Any]) -> list[jax.Array]:
+        return shared_constants + span.shared(leaves)
 
-        spread = jax.shard_map(on_rows, mesh=span.mesh, in_specs=span.rows, out_specs=span.rows, check_vma=False)
-        super().__init__(span.mesh, jax.jit(spread, donate_argnums=tuple(count + place for place in donated)))
+    def own(results: Sequence[jax.Array]) -> list[Any]:
+        found: list[Any] = [x.addressable_data(0) for x in results]
+        odd = [k for k, form in enumerate(given) if form != PLAIN]
+        return _changed(found, odd, functools.partial(_without_rows, forms=tuple(given[k] for k in odd)))
 
-    def _shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        return self._constants + self._span.shared(leaves)
+    spread = jax.shard_map(on_rows, mesh=span.mesh, in_specs=span.rows, out_specs=span.rows, check_vma=False)
+    run = jax.jit(spread, donate_argnums=tuple(count + place for place in donated))
+    return Program(run, arguments, own, span.mesh)
 
-    def _own(self, results: Sequence[jax.Array]) -> list[jax.Array]:
-        own: list[Any] = [x.addressable_data(0) for x in results]
-        odd = [k for k, form in enumerate(self._given) if form != PLAIN]
-        if odd:
-            forms = tuple(self._given[k] for k in odd)
-            with jax.set_mesh(NO_MESH):
-                changed = _without_rows([own[k] for k in odd], forms)
-            for k, x in zip(odd, changed, strict=True):
-                own[k] = x
-        return own
+
+def _changed(leaves: list[Any], places: Sequence[int], change: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Change the leaves at some places, by a program of this rank."""
+    if places:
+        with jax.set_mesh(NO_MESH):
+            changed = change([leaves[k] for k in places])
+        for k, leaf in zip(places, changed, strict=True):
+            leaves[k] = leaf
+    return leaves

@@ -24,7 +24,8 @@ import numpy as np
 
 from jdistgrad.data_parallel.collectives.communicators import keep, let_go
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.collectives.mpi import AT_ONCE, MPI
+from jdistgrad.data_parallel.collectives.mpi import MPI
+from jdistgrad.data_parallel.collectives.mpi_in_programs import AT_ONCE
 from jdistgrad.data_parallel.collectives.world import (
     TOLD_SECONDS,
     CollectiveEntry,
@@ -32,7 +33,6 @@ from jdistgrad.data_parallel.collectives.world import (
     is_failure,
     lost_among,
     names_of,
-    raise_lost,
 )
 from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError
 from jdistgrad.rpc.worker import current_worker, find_worker
@@ -50,11 +50,7 @@ def able_to_go_on(collectives: HostCollectives) -> HostCollectives:
     worker, twin = find_worker(), collectives.twin()
     if worker is None or not worker.survives or not isinstance(twin, MPI):
         return twin
-    made = object.__new__(Survivors)
-    made.__dict__.update(vars(twin))
-    made.first_ranks = made.world_ranks
-    made._of_programs = made
-    return made
+    return Survivors(twin)
 
 
 class Survivors(MPI):
@@ -65,8 +61,12 @@ class Survivors(MPI):
       voting: whether the ranks vote on what they do now. Otherwise an error is the last word, and names the lost rank.
     """
 
-    first_ranks: tuple[int, ...]
     voting: bool = True
+
+    def __init__(self, group: MPI):
+        self.__dict__.update(vars(group))
+        self.first_ranks, self._interrupt = self.world_ranks, self.comm.Revoke
+        self._of_programs, self._by_mpi4jax = None, False
 
     def place_of(self, rank: int) -> int:
         worker = self.first_ranks[rank]
@@ -92,7 +92,7 @@ class Survivors(MPI):
         if not whole:
             self.comm.Revoke()
         ballot = np.array([whole], np.int32)
-        entry = CollectiveEntry("a vote on an operation", self._name, VOTE)
+        entry = CollectiveEntry("a vote on an operation", self.name, VOTE)
         with WatchedBlock(find_worker(), entry, self.world_ranks, blocking=False, goes_on=True) as together:
             try:
                 self._wait_for_vote(self.comm.Iagree(ballot), ballot, together)
@@ -142,28 +142,17 @@ class Survivors(MPI):
 
         _require_to_stay()
         self.comm.Revoke()
-        other = copy.copy(self)
-        other.comm = self.comm.Shrink()
-        other.rank, other.size = other.comm.rank, other.comm.size
-        places = mpi.Group.Translate_ranks(other.comm.group, range(other.size), self.comm.group)
+        other, comm = copy.copy(self), self.comm.Shrink()
+        other.rank, other.size, other._interrupt = comm.rank, comm.size, comm.Revoke
+        places = mpi.Group.Translate_ranks(comm.group, range(comm.size), self.comm.group)
         other.world_ranks = tuple(self.world_ranks[place] for place in places)
-        other._name = hashlib.blake2b(self._name + repr(other.world_ranks).encode(), digest_size=8).digest()
-        other._of_programs, other.turn, other.refusal = other, 0, None
+        name = repr((self.name, other.world_ranks)).encode()
+        other._begin_on(comm, hashlib.blake2b(name, digest_size=8).digest())
         lost, peers = set(self.world_ranks) - set(other.world_ranks), current_worker().peers
         if lost:
             poll(lambda: lost <= peers.lost.keys(), TOLD_SECONDS)  # another thread is about to find out
             log.warning("data-parallel steps go on on %d ranks, without %s", other.size, names_of(sorted(lost)))
         return other
-
-    def _together(self, what: str, *, blocking: bool = True, may_leave: bool = False) -> WatchedBlock:
-        block = super()._together(what, blocking=blocking, may_leave=may_leave)
-        block.interrupt = self.comm.Revoke
-        return block
-
-    def _raise_lost(self, error: Exception, what: str) -> None:
-        if not self.voting:
-            raise_lost(error, self.world_ranks, what)
-        raise_lost(error, self.world_ranks, what, patient=False)
 
 
 def _require_to_stay() -> None:

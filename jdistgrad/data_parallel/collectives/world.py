@@ -1,53 +1,16 @@
-"""The current world, as the collectives use it: this worker's place, its watchdog, and values kept for the world."""
+"""The current world, as the collectives use it: its watchdog, its lost workers, and values kept for the world."""
 
-import dataclasses
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad.ffi.sites import is_cancelled
-from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.members.watchdog import CollectiveEntry as CollectiveEntry, Participation
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire.polling import poll
 
 TOLD_SECONDS = 1.0
 FOR_ANY_WORLD = "Use jdistgrad.collectives.of_this_world(), which DataParallel() does by itself."
-
-
-@dataclasses.dataclass(frozen=True)
-class Seat:
-    """A worker's place in its world. It does not keep the worker: JAX keeps programs, and they their collectives.
-
-    Arguments:
-      found: returns the worker, as long as there is one.
-    """
-
-    world: str
-    info: WorkerInfo
-    size: int
-    found: Callable[[], Worker | None]
-
-    @property
-    def rank(self) -> int:
-        return self.info.rank
-
-    @property
-    def owner(self) -> Worker:
-        """The worker. Raises its world's error, or WorldClosedError, once the world has failed or closed."""
-        worker = self.found()
-        if worker is not None and worker.failure is not None:
-            raise worker.failure.with_traceback(None)
-        if worker is None or worker.closed:
-            raise errors.WorldClosedError(
-                f"collectives of {self.info}: their world has been shut down. Make new ones in this one.",
-                worker=self.info,
-            )
-        return worker
-
-    def check(self) -> None:
-        _ = self.owner
 
 
 class InterruptedCollectiveError(errors.CollectiveError):
@@ -61,41 +24,42 @@ class WatchedBlock:
       worker: None without a world, when there is no watchdog.
       ranks: the world ranks of all participants.
       blocking: whether the block is inside MPI, where only ``interrupt``, or else the end of the job, ends a wait.
-      goes_on: whether the others do not wait for a lost worker.
-
-    Attributes:
       interrupt: ends the collective on all ranks, if they can go on without those that are lost.
+      goes_on: whether the others do not wait for a lost worker.
     """
 
     def __init__(
-        self, worker: Any, entry: CollectiveEntry, ranks: Sequence[int], *, blocking: bool, goes_on: bool = False
+        self,
+        worker: Worker | None,
+        entry: CollectiveEntry,
+        ranks: Sequence[int],
+        *,
+        blocking: bool,
+        interrupt: Callable[[], None] | None = None,
+        goes_on: bool = False,
     ):
-        self._worker, self._entry, self._ranks, self._blocking, self._goes_on = worker, entry, ranks, blocking, goes_on
-        self.interrupt: Callable[[], None] | None = None
+        self._worker, self._entry, self._ranks, self._blocking = worker, entry, ranks, blocking
+        self._interrupt, self._goes_on, self.has_others = interrupt, goes_on, len(ranks) > 1
         self._participation: Participation | None = None
 
     def __enter__(self) -> "WatchedBlock":
-        if self._worker is not None and len(self._ranks) > 1:
+        if self._worker is not None and self.has_others:
             self._participation = self._worker.watchdog.begin(
-                self._entry, self._ranks, blocking=self._blocking, interrupt=self.interrupt, goes_on=self._goes_on
+                self._entry, self._ranks, blocking=self._blocking, interrupt=self._interrupt, goes_on=self._goes_on
             )
         return self
 
     def __exit__(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
-        if self._participation is not None:
+        if self._worker is not None and self._participation is not None:
             self._worker.watchdog.end(self._participation)
         if isinstance(error, Exception):
-            raise_lost(error, self._ranks, self._entry.what, patient=self.interrupt is None)
+            raise_lost(error, self._ranks, self._entry.what, patient=self._interrupt is None)
 
     def check(self) -> None:
         if is_cancelled():
             raise InterruptedCollectiveError(f"{self._entry.what}: Ctrl-C has ended the program that waited in it.")
         if self._participation is not None:
             self._participation.check()
-
-    @property
-    def has_others(self) -> bool:
-        return len(self._ranks) > 1
 
     @property
     def me(self) -> str:
@@ -182,24 +146,6 @@ def is_failure(error: Exception) -> bool:
     return mpi_failures.is_failure(cast("Any", error))
 
 
-def seat() -> Seat:
-    worker = current_worker()
-    return Seat(worker.world, worker.info, worker.size, weakref.ref(worker))
-
-
-def is_local() -> bool:
-    """Return whether this world needs no MPI: its workers are threads of one process, or there is only one."""
-    worker = current_worker()
+def is_local(worker: Worker) -> bool:
+    """Return whether a worker's world needs no MPI: its workers are threads of one process, or there is only one."""
     return worker.shares_process or worker.size == 1
-
-
-def keep(name: str, value: Any) -> None:
-    current_worker().kept[name] = value
-
-
-def forget(name: str) -> None:
-    current_worker().kept.pop(name, None)
-
-
-def kept(name: str) -> Any:
-    return current_worker().kept.get(name)

@@ -27,9 +27,8 @@ from jdistgrad.data_parallel.buckets.bucket import Bucket
 from jdistgrad.data_parallel.buckets.leaves import flatten, is_sparse
 from jdistgrad.data_parallel.buckets.static_parts import removed
 from jdistgrad.data_parallel.collectives.base import Collectives
-from jdistgrad.data_parallel.collectives.devices import Devices
 from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.collectives.mpi_on_device import OnDevice
+from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.roll_call import Act
 from jdistgrad.data_parallel.collectives.spanning import Program, at_home, in_one_order
 from jdistgrad.data_parallel.hooks.base import Hook
@@ -78,9 +77,9 @@ class SpanningStep:
 class DeviceDriver(Driver):
     """The steps of a rank whose gradients stay on its device."""
 
-    def __init__(self, collectives: Devices | OnDevice, rules: Rules):
+    def __init__(self, collectives: MPI, rules: Rules):
         super().__init__(collectives, rules, goes_on=False)
-        self._devices = cast("Devices | OnDevice", self._reducer.collectives)
+        self._devices = cast("MPI", self._reducer.collectives)
         self._averages: dict[Any, SpanningStep] = {}
         self._warned = False
 
@@ -237,7 +236,7 @@ def _first_state(bucket: Bucket, hook: Hook | None) -> Any:
 
 
 def new_driver(collectives: HostCollectives, rules: Rules) -> Driver:
-    if isinstance(collectives, Devices | OnDevice):
+    if isinstance(collectives, MPI) and collectives.device is not None:
         return DeviceDriver(collectives, rules)
     return Driver(collectives, rules)
 
