@@ -125,7 +125,7 @@ class DataParallel(Corrected):
     @property
     def size(self) -> int:
         """The number of ranks that take part: without those whose loss the steps have survived."""
-        return self._driver.size if self._driver else self.collectives.size
+        return self._driver.reducer.collectives.size if self._driver else self.collectives.size
 
     # The model.
 
@@ -250,8 +250,8 @@ class DataParallel(Corrected):
         refuse_sparse(metrics, "mean")
         found = jax.tree_util.tree_map_with_path(_as_float, metrics, is_leaf=is_elsewhere)
         driver = self._driver_of(metrics)
-        goes_on = driver is not None and driver.goes_on
-        means: Tree = driver.mean(found) if driver and goes_on else self.collectives.allreduce(found, "mean")
+        votes = driver is not None and driver.reducer.votes
+        means: Tree = driver.mean(found) if driver and votes else self.collectives.allreduce(found, "mean")
         return means
 
     def average_in(self, ctx: Context | int, rrefs: Sequence[RRef[Any]]) -> None:

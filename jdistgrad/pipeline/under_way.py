@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future
 
 def wait_for_any(worker: Worker, futures: Sequence[concurrent.futures.Future[Any]]) -> None:
     """Return when one of the futures is done, or after a while. Raise the error of a world that is broken."""
-    worker.wait_for(futures, None)
+    worker.transport.wait_for(futures, None)
     if not any(one.done() for one in futures):  # a single future in one process: see ``Transport.wait_for``
         concurrent.futures.wait(futures, LOOK_SECONDS, concurrent.futures.FIRST_COMPLETED)
     if worker.failure is not None:

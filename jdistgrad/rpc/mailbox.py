@@ -1,13 +1,12 @@
 """The mailbox of a worker, through which all its parts send and receive, and find each other by class."""
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -229,10 +228,6 @@ class Mailbox:
     def refuse(self, source: int, what: str, why: object) -> None:
         self.refused[source] += 1
         log.debug("%s refuses %s from rank %d: %s", self.info, what, source, why)
-
-    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
-        """Return when one of the futures, which messages complete, is done or the timeout has passed."""
-        self.transport.wait_for(futures, timeout)
 
     def run(self, task: Task) -> None:
         self.threads.run(task)

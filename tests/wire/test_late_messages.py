@@ -21,7 +21,7 @@ def taken(key, seconds):
     """Return the value that was pushed here under a key; raise TimeoutError if it has not come in time."""
 
     def wait(futures):
-        current_worker().wait_for(futures, seconds)
+        current_worker().transport.wait_for(futures, seconds)
         futures[0].result(seconds)
 
     return current_scope().content(Inbox).take(key, current_worker().transport.look, wait)

@@ -42,7 +42,7 @@ class CompiledAverage:
 
         Where the buckets are others than those of ``initial_states``, the hook has no state, and its states stay.
         """
-        if self._driver is not None and self._driver.goes_on:
+        if self._driver is not None and self._driver.reducer.votes:
             _say_what_does_not_go_on()
         leaves, structure = flatten(gradients)
         buckets = self._buckets(gradients)

@@ -61,20 +61,12 @@ class Driver:
     def __init__(self, collectives: HostCollectives, rules: Rules, *, goes_on: bool = True):
         adjusted = collectives.adjusted(timeout=rules.timeout, meets_in_programs=collectives.meets_in_programs)
         twin = able_to_go_on(adjusted) if goes_on else adjusted.twin()  # a channel of its own
-        self._rules, self._reducer = rules, Reducer(twin, rules)
+        self._rules, self.reducer = rules, Reducer(twin, rules)
         self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
         self._plans: dict[Any, BucketPlan] = {}
         self._noted: dict[Any, list[bool]] = {}  # by structure, the parameters used by steps since the last average
         self.statistics = Statistics(hook=rules.hook.name if rules.hook else "none", bucket_cap_mb=rules.bucket_cap_mb)
         self.used: Any = None
-
-    @property
-    def goes_on(self) -> bool:
-        return self._reducer.votes
-
-    @property
-    def size(self) -> int:
-        return self._reducer.collectives.size
 
     @property
     def refuses(self) -> bool:
@@ -83,26 +75,26 @@ class Driver:
         Where the step of all ranks has failed there would be, but all say so then.
         """
         self._thread.finish()
-        return self._reducer.broken is not None or bool(self._reducer.announced)
+        return self.reducer.broken is not None or bool(self.reducer.announced)
 
     @property
     def joining(self) -> bool:
         """True in a ``join`` block that has not ended for all ranks."""
-        return self._reducer.joining is not Joining.NONE
+        return self.reducer.joining is not Joining.NONE
 
     # The model.
 
     def broadcast(self, tree: Any, root: int) -> Any:
         leaves, structure = jax.tree.flatten(tree)
         terms, memories = self._on_host(tree)
-        found = self._thread.run(self._reducer.broadcast, terms, memories, root)
+        found = self._thread.run(self.reducer.broadcast, terms, memories, root)
         return jax.tree.unflatten(structure, map(host_arrays.like, found, leaves))
 
     def verify(self, tree: Any) -> None:
-        self._thread.run(self._reducer.verify, *self._on_host(tree))
+        self._thread.run(self.reducer.verify, *self._on_host(tree))
 
     def mean(self, tree: Any) -> Any:
-        return self._thread.run(self._reducer.mean, tree)
+        return self._thread.run(self.reducer.mean, tree)
 
     def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
         described, leaves = describe(tree, whole=False), jax.tree.leaves(tree)
@@ -166,9 +158,9 @@ class Driver:
         If a rank dies meanwhile, all this is done again without it.
         """
         while True:
-            before = self._reducer.step
+            before = self.reducer.step
             handling = self._handling(plan, act, **unusual)
-            reduction = Reduction(self._reducer, self._thread, plan, handling, self._sharing(structure, used))
+            reduction = Reduction(self.reducer, self._thread, plan, handling, self._sharing(structure, used))
             try:
                 results = compute(reduction)
                 reduction.end()
@@ -182,7 +174,7 @@ class Driver:
                 averages = reduction.finish()
             except UnfinishedError:
                 handling.put_back()
-                self._reducer.step = before
+                self.reducer.step = before
                 continue
             except NonFiniteError:
                 self._take_noted(structure)  # nothing comes of the steps without averaging before
@@ -220,16 +212,16 @@ class Driver:
 
     def reduction(self, like: Any) -> Reduction:
         plan = self.plan_for(like)
-        return Reduction(self._reducer, self._thread, plan, self._handling(plan))
+        return Reduction(self.reducer, self._thread, plan, self._handling(plan))
 
     def abandon(self) -> None:
         """Begin the next step and give it up at once."""
-        self._reducer.step += 1
-        self._thread.submit(self._reducer.abandon, self._reducer.step, 0)
+        self.reducer.step += 1
+        self._thread.submit(self.reducer.abandon, self.reducer.step, 0)
 
     def _handling(self, plan: BucketPlan, act: Act = Act.REDUCE, **unusual: Any) -> Handling:
-        self._reducer.step += 1
-        return dataclasses.replace(self._reducer.default_handling(plan, act), **unusual)
+        self.reducer.step += 1
+        return dataclasses.replace(self.reducer.default_handling(plan, act), **unusual)
 
     def _sharing(self, structure: Any, used: Sequence[bool] | None) -> Callable[[], Any] | None:
         """Return what shares, on the thread, which parameters this rank has used; None if nobody asks.
@@ -240,8 +232,8 @@ class Driver:
             return None
 
         def share() -> tuple[HostCollectives, np.ndarray]:
-            group = self._reducer.collectives  # that of the averages: a rank may die in what follows
-            return group, self._reducer.share_used(self._take_noted(structure, used))
+            group = self.reducer.collectives  # that of the averages: a rank may die in what follows
+            return group, self.reducer.share_used(self._take_noted(structure, used))
 
         return share
 
@@ -257,7 +249,7 @@ class Driver:
 
     def _note(self, plan: BucketPlan, structure: Any, handling: Handling, shared: Any) -> None:
         """Update ``used`` and ``statistics`` after a step. ``shared``: by the function of ``_sharing``."""
-        group, used = shared or (self._reducer.collectives, None)
+        group, used = shared or (self.reducer.collectives, None)
         unused: list[str] = []
         if used is not None:
             self.used = jax.tree.unflatten(structure, used.tolist())
@@ -284,9 +276,9 @@ class Driver:
             return self._plans[key]
 
     def _agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None = None) -> BucketPlan:
-        plan = self._reducer.plans.get(terms.digest())
+        plan = self.reducer.plans.get(terms.digest())
         if plan is None:
-            plan = self._thread.run(self._reducer.agree, terms, order, digests)
+            plan = self._thread.run(self.reducer.agree, terms, order, digests)
         self._rules.require_averages(plan.terms.leaves)  # only now: another rank's leaf may have been a number
         return plan
 
@@ -294,15 +286,15 @@ class Driver:
 
     @contextlib.contextmanager
     def join(self, joining: Joining) -> Iterator[Join]:
-        join = Join(lambda: self._thread.run(self._reducer.shadow), self.broadcast)
-        before = self._reducer.enter(joining)
+        join = Join(lambda: self._thread.run(self.reducer.shadow), self.broadcast)
+        before = self.reducer.enter(joining)
         try:
             yield join
             if not join.finished:  # it shadows the others, and broadcasts nothing
                 join.finished = True
-                self._thread.run(self._reducer.shadow)
+                self._thread.run(self.reducer.shadow)
         finally:
-            self._reducer.enter(before)
+            self.reducer.enter(before)
 
 
 def as_gradient(path: str, leaf: Any) -> Any:

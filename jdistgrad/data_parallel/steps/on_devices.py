@@ -79,7 +79,7 @@ class DeviceDriver(Driver):
 
     def __init__(self, collectives: MPI, rules: Rules):
         super().__init__(collectives, rules, goes_on=False)
-        self._devices = cast("MPI", self._reducer.collectives)
+        self._devices = cast("MPI", self.reducer.collectives)
         self._averages: dict[Any, SpanningStep] = {}
         self._warned = False
 
@@ -121,7 +121,7 @@ class DeviceDriver(Driver):
             self._warned = True
             log.warning(DIFFERENT_LOSSES)
         self._thread.finish()
-        with self._reducer.telling(handling.step, 0):
+        with self.reducer.telling(handling.step, 0):
             results, gradients = jax.block_until_ready(program.alone(*args, **kwargs))
         return results, self._averaged(removed(gradients), program.plan, handling, program.used)
 
@@ -143,7 +143,7 @@ class DeviceDriver(Driver):
         self, gradients: Any, plan: BucketPlan, handling: Handling, used: Sequence[bool] | None = None
     ) -> Any:
         """Average gradients in a program of their own. What all devices of the rank hold, they hold again."""
-        with self._reducer.telling(handling.step, 0):
+        with self.reducer.telling(handling.step, 0):
             leaves, structure = jax.tree.flatten(gradients)
             own = [at_home(as_gradient("", leaf), self._devices.device) for leaf in leaves]
             key = kind_of(leaves, structure), plan.digest, handling.hook
@@ -187,9 +187,9 @@ class DeviceDriver(Driver):
         plan, program, begun = step.plan, step.program, time.monotonic()
         self._thread.finish()
         if program is None:
-            self._reducer.meet(plan, handling, step.digest)
+            self.reducer.meet(plan, handling, step.digest)
             return None
-        with self._reducer.telling(handling.step, 0):
+        with self.reducer.telling(handling.step, 0):
             for bucket in plan.buckets:
                 if bucket.index not in handling.states:
                     handling.states[bucket.index] = _first_state(bucket, handling.hook)
@@ -197,7 +197,7 @@ class DeviceDriver(Driver):
             leaves = jax.tree.leaves(inputs)
             shared = program.prepare([*leaves, *states])
         with in_one_order:
-            if not self._reducer.meet(plan, handling, step.digest):
+            if not self.reducer.meet(plan, handling, step.digest):
                 program.forget()
                 return None
             results = self._devices.dispatch(program, shared, f"step {handling.step}", leaves, step.digest)
@@ -208,7 +208,7 @@ class DeviceDriver(Driver):
             if faults.any():
                 self._take_noted(step.structure)  # nothing comes of the steps without averaging before
             for bucket in plan.buckets:
-                self._reducer.require_finite(bucket, faults[:, bucket.index].tolist())
+                self.reducer.require_finite(bucket, faults[:, bucket.index].tolist())
         count, kept = len(plan.terms.leaves), len(results) - len(states)
         handling.states.update(enumerate(jax.tree.unflatten(tree, results[kept:])))
         share = self._sharing(step.structure, step.used if used is None else used)

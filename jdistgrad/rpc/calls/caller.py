@@ -97,14 +97,14 @@ class Caller:
                 return
             leaving = self.pending.leaving(settings.in_flight_bytes)
             if leaving is not None:  # else there is room by now
-                self._mailbox.wait_for((leaving,), None)
+                self._mailbox.transport.wait_for((leaving,), None)
                 leaving.result()
 
     def _pending(self, identifier: int, peer: WorkerInfo, call: Invocation, timeout: float | None) -> Pending:
         mailbox = self._mailbox
         check_call(call, peer, handed_over=mailbox.hands_over or peer.rank == mailbox.rank)
         seconds = mailbox.timeout if timeout is None else checked_timeout(timeout)
-        now, future, scope = time.monotonic(), CallFuture[Any](mailbox.wait_for), current_scope()
+        now, future, scope = time.monotonic(), CallFuture[Any](mailbox.transport.wait_for), current_scope()
         origin = None if scope is None else scope.id, threading.get_ident()
         return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now, *origin)
 

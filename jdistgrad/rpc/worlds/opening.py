@@ -209,7 +209,7 @@ def _open(
     worker = Worker(
         world, rank, workers, transport, codec, timeout=timeout, process=process, device=device, survives=survive
     )
-    stacks.watch(worker)
+    stacks.workers.add(worker)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(add_fields)  # once, however often it is added
     try:

@@ -32,7 +32,7 @@ ASKED = "asked"
 END = "end of rank"  # of what a process writes
 LOOK_SECONDS = 0.1
 
-_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
 _starting = threading.Lock()
 _started = False
 
@@ -66,10 +66,6 @@ def start_if_asked() -> None:
         _started = True
 
 
-def watch(worker: "Worker") -> None:
-    _workers.add(worker)
-
-
 def _serve(file: IO[str], asked: pathlib.Path) -> None:
     seen = 0
     while True:
@@ -89,7 +85,7 @@ def _serve(file: IO[str], asked: pathlib.Path) -> None:
 
 def _lines() -> Iterator[str]:
     now = time.monotonic()
-    for worker in sorted(_workers, key=lambda one: one.rank):
+    for worker in sorted(workers, key=lambda one: one.rank):
         if not worker.closed:
             yield f"{worker.info} at {where(worker.home)}:"
             yield from (f"  {line}" for line in waits_of(worker, now))
