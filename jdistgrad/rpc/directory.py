@@ -9,7 +9,7 @@ import pathlib
 import platform
 import reprlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -102,6 +102,12 @@ class Directory:
             hint = " `jdistgrad run -n 2 program.py` starts more." if len(self.workers) == 1 else ""
             raise UnknownWorkerError(f"no worker {to!r} in this world. It has {self}.{hint}", worker=to)
         return found
+
+    def find_all(self, several: Iterable[str | int | WorkerInfo]) -> list[WorkerInfo]:
+        """Return the workers that several names, ranks or infos stand for."""
+        if isinstance(several, str):  # whose letters might be names
+            raise TypeError(f"this takes a list of workers: for a single one, [{several!r}]")
+        return [self.find(one) for one in several]
 
     def __str__(self) -> str:
         shown = [worker.name for worker in self.workers[:8]]

@@ -17,6 +17,11 @@ U = TypeVar("U")
 
 Outcome = tuple[Any, BaseException | None]  # the result of a call, or else its error
 
+IS_ASYNC = (
+    "is an async function, whose coroutine nobody would await on the worker that is called. Call a function that runs "
+    "it: asyncio.run(...)."
+)
+
 
 class CallFuture(Corrected, Later, InterruptibleFuture[T]):
     """A ``concurrent.futures.Future`` whose result may still have to be unpacked.
@@ -118,6 +123,12 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         self.add_done_callback(run)
         return after
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a future cannot be sent to another worker: return it from the remote function (the answer then goes out "
+            "when it is done), or send its result()"
+        )
+
 
 class CallFutures(tuple[CallFuture[T], ...]):
     """The futures of one call on several workers, in the order of the workers."""
@@ -166,7 +177,4 @@ def refuse_coroutine(result: Any) -> None:
     """Raise FunctionError for what an async function returns: a method, a partial or an object may be one, too."""
     if isinstance(result, types.CoroutineType):
         result.close()  # Python would warn that nobody has awaited it
-        raise FunctionError(
-            f"{result.__qualname__} is an async function, whose coroutine nobody would await on the worker that is "
-            "called. Call a function that runs it: asyncio.run(...)."
-        )
+        raise FunctionError(f"{result.__qualname__} {IS_ASYNC}")

@@ -68,7 +68,7 @@ def map(
         left_out = {here.rank, *here.part(Peers).lost}
         chosen = [one for one in here.directory.workers if one.rank not in left_out] or [here.info]
     else:
-        chosen = [here.directory.find(one) for one in workers]
+        chosen = here.directory.find_all(workers)
     if not chosen:
         raise ValueError("map: there must be at least one worker")
     feed = Feed(lambda worker, task: rpc_sync(worker, fn, task, timeout=timeout), tasks, chosen)

@@ -25,6 +25,7 @@ from jdistgrad.wire.polling import poll
 CHUNK = 1 << 30  # bytes: more than this overflows the int that MPI counts with
 READ_SECONDS = 5.0  # how long mpirun may take to read what was printed
 ROLL_TAG, ROSTER_TAG, END_TAG = 31_071, 31_072, 31_073
+HERE = pickle.dumps(None)  # what a rank sends at its end, from memory that stays
 GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer tells which ranks are missing
 
 
@@ -146,8 +147,8 @@ def naming_the_dead(comm: MPI.Intracomm) -> Iterator[None]:
 
 def missing_at_the_end(comm: MPI.Intracomm, timeout: float) -> list[int]:
     """Return the ranks that do not call this within ``timeout`` seconds. To be called once, at the end of a program."""
-    everybody, note = set(range(comm.size)), pickle.dumps(None)
-    sent = [comm.Isend([note, MPI.BYTE], rank, END_TAG) for rank in everybody - {comm.rank}]
+    everybody = set(range(comm.size))
+    sent = [comm.Isend([HERE, MPI.BYTE], rank, END_TAG) for rank in everybody - {comm.rank}]
     missing = everybody - set(_heard(comm, {comm.rank: None}, END_TAG, timeout))
     poll(lambda: MPI.Request.Testall(sent), 0.0 if missing else timeout)
     return sorted(missing)

@@ -23,6 +23,8 @@ def test_unknown_worker(world, to):
 def test_what_is_no_function(world):
     with pytest.raises(jd.FunctionError):
         jd.rpc_sync(0, "add", args=(1, 2))
+    with pytest.raises(jd.FunctionError):  # nobody may ever read the answer
+        jd.remote(0, waits, args=(1,))
 
 
 async def waits(x):

@@ -91,6 +91,9 @@ def keep(reference):
 def test_nothing_is_sent_if_the_call_cannot_be(world):
     with pytest.raises(jd.UnknownWorkerError):
         jd.rpc_all([0, "nobody"], rank_times, args=(1,))
+    for several in (lambda: jd.rpc_all("worker1", rank_times, args=(1,)), lambda: jd.map(len, [[]], workers="worker1")):
+        with pytest.raises(TypeError, match=r"\['worker1'\]"):
+            several()
     with pytest.raises(jd.FunctionError):
         jd.rpc_all([0], 3)
     assert len(current_worker().calls.pending) == 0

@@ -125,7 +125,7 @@ class Run:
         """Start the operations that are ready. Requests to one worker share a message."""
         requests: dict[int, list[tuple[int, Request]]] = {}
         while self._sends or self._join(requests):
-            number = self._sends.popleft()
+            number, self._current = self._sends.popleft(), None
             for variable in self._prepared.follows.get(number, ()):  # a use of gradients only follows these
                 if isinstance(array := self._values.get(variable), jax.Array):
                     array.block_until_ready()  # the piece may be under way

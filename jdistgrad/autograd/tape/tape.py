@@ -153,9 +153,9 @@ class Tape:
     def give_up(self, error: BaseException) -> None:
         """Fail everything that waits for what will not come any more, now and later."""
         with self._changed:
-            self._error = error
+            self._error = self._error or error
             self._changed.notify_all()
-        self.ledger.give_up(error)
+        self.ledger.give_up(self._error)
 
     def all_links(self) -> list[Link]:
         made = [[one] if isinstance(one, Link) else one() for one in tuple(self.links)]  # other threads may add some

@@ -263,7 +263,8 @@ class Results:
         self.are_arrays = False  # whether results are known to hold only arrays and constants of built-in types
 
     def learn(self, known: tuple[Layout, list[jax.ShapeDtypeStruct]]) -> None:
-        self.known, (layout, self.shapes) = known, known
+        layout, self.shapes = known
+        self.known = known  # after the shapes, which other threads read once it is
         self.are_arrays = layout.is_plain and not layout.has_references
         if self._outer is not None:
             self._outer.learn((layout, [one.update(shape=one.shape[1:]) for one in self.shapes]))

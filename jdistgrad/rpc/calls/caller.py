@@ -1,11 +1,13 @@
 """The caller's side of a call: check it, send it, and ensure that it is answered, expires or fails."""
 
 import functools
+import inspect
 import math
 import numbers
 import threading
 import time
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 from jdistgrad import errors
@@ -16,7 +18,7 @@ from jdistgrad.rpc.calls.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
-from jdistgrad.rpc.futures import CallFuture, Outcome
+from jdistgrad.rpc.futures import IS_ASYNC, CallFuture, Outcome
 from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
@@ -65,12 +67,12 @@ class Caller:
         self._send(kind, pending, scoped(call, peer.rank), snapshot=snapshot)
         return future
 
-    def start_all(self, to: Sequence[AnyWorker], call: Invocation, timeout: float | None) -> list[CallFuture[Any]]:
+    def start_all(self, to: Iterable[AnyWorker], call: Invocation, timeout: float | None) -> list[CallFuture[Any]]:
         """Send a call to several workers, encoded once; return the futures. A call that cannot be sent fails by itself.
 
         Raises if no worker can be sent this call, before anything is sent.
         """
-        peers = [self._mailbox.directory.find(one) for one in to]
+        peers = self._mailbox.directory.find_all(to)
         calls = [self._pending(self._mailbox.ids.next(), peer, call, timeout) for peer in peers]
         if not calls:
             return []
@@ -179,6 +181,8 @@ def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None
             f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
             f"rpc_sync({peer.name!r}, function, args=(...))"
         )
+    if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
+        raise errors.FunctionError(f"{describe(function)} {IS_ASYNC}")
     if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
         raise refuse_traced(f"cannot call {describe(function)} on {peer}")
 

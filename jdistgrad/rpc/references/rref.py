@@ -1,8 +1,7 @@
 """Remote references to values that stay on the worker that made them."""
 
 import concurrent.futures
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
 import jax
@@ -27,11 +26,13 @@ from jdistgrad.wire import ids
 T = TypeVar("T")
 
 
-@dataclasses.dataclass(slots=True, eq=False)
 class ByReference:
     """A wrapper of an RRef that arrives as a reference, not as its value."""
 
-    rref: Any
+    __slots__ = ("rref",)
+
+    def __init__(self, rref: Any):
+        self.rref = rref
 
     @property
     def traced_part(self) -> Any:
@@ -291,7 +292,7 @@ def rpc_async(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float
     return (handler or caller).rpc_async(to, function, args, kwargs, timeout)
 
 
-def rpc_all(workers: Sequence[Any], function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> list[Any]:
+def rpc_all(workers: Iterable[Any], function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> list[Any]:
     caller, handler = current_part(Caller), handler_of_call(function, args, kwargs)
     if handler is not None:
         return [handler.rpc_async(to, function, args, kwargs, timeout) for to in workers]

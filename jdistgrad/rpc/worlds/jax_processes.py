@@ -178,7 +178,8 @@ def start(offers: Sequence[Offer], rank: int, timeout: float, gather: Callable[[
     if must_start(offers):
         found = address(offers, gather)
         # gRPC connects directly, whatever proxy the environment names, and JAX need not warn of that.
-        os.environ[NO_PROXY] = found.rpartition(":")[0].strip("[]")
+        host = found.rpartition(":")[0].strip("[]")
+        os.environ[NO_PROXY] = ",".join(filter(None, (os.environ.get(NO_PROXY), host)))
         jax.config.update("jax_check_proxy_envs", False)
         try:
             jax.distributed.initialize(
