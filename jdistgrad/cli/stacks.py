@@ -34,7 +34,7 @@ def main(job: str | None, seconds: float) -> int:
                 os.kill(process, signal.SIGUSR1)
     _wait_for(files, seconds)
     for file in files:
-        text = file.read_text(encoding="utf-8").replace("\0", "").rstrip()
+        text = file.read_text(encoding="utf-8").rstrip()
         text = text or "    it gave no answer: it is stopped, or runs on another machine that does not see this folder"
         print(f"== {file.stem} ==\n{text}\n")
     return 0

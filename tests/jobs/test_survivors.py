@@ -411,7 +411,7 @@ def test_ranks_that_have_died_keep_a_world_from_opening_and_are_named(surviving_
         if me.rank == 1:
             die()
         until(lambda: told)
-        assert "runs a callback of on_lost" in errors[0], errors
+        assert "serves __main__.stop (on_lost)" in errors[0], errors
         jd.shutdown(timeout=20)
         try:
             jd.init(timeout=20)

@@ -54,7 +54,8 @@ def start_if_asked() -> None:
         path = folder / f"rank{launcher_env.rank()}-{os.uname().nodename}-{os.getpid()}.txt"
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file = path.open("w", encoding="utf-8")
+            path.unlink(missing_ok=True)  # of an earlier process of this number
+            file = path.open("a", encoding="utf-8")  # who asks empties it; two may answer: this thread, and a signal
         except OSError as error:
             raise errors.WorldError(
                 f"init: JDISTGRAD_DEBUG=1, but {folder} cannot be written: {error}. Choose another folder: "
@@ -74,8 +75,6 @@ def _serve(file: IO[str], asked: pathlib.Path) -> None:
             now = asked.stat().st_mtime_ns
             if now != seen:
                 seen = now
-                file.truncate(0)
-                file.seek(0)
                 file.write("\n".join(("", *_lines(), "")))
                 file.flush()
                 faulthandler.dump_traceback(file)
