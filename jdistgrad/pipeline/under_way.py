@@ -115,7 +115,9 @@ class Averages:
             raise TypeError(f"a reference to a {type(found).__name__}, expected one to a DataParallel")
         with self._lock:
             begins, self.order = not self.order, order
-            before = _latest.get(found, self._ended)
+            # Of this step's own stages the first to be found need not be the first to average: all wait for one.
+            mine = next((told for one, told in self._by.values() if one is found), None)
+            before = mine or _latest.get(found, self._ended)
             self._by[stage], _latest[found] = (found, before), self._ended
         if begins:
             worker.run(self._run)
