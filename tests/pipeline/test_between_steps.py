@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import threading
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -112,6 +113,32 @@ def test_nothing_of_a_step_stays_in_its_context(world):
         for _ in range(2):
             pipeline.step(X, targets=Y)
         assert [jd.rpc_sync(ref.owner, shares_under_way, args=(ctx.id,)) for ref in refs] == [0, 0, 0]
+
+
+def test_a_step_goes_on_where_a_worker_beside_it_is_lost():
+    """What a share waits for fails by itself. In a context that is closed an average fails at once."""
+    under_way = UnderWay()
+    averages = under_way.averages_of(1)
+    averages.order = [0, 1]
+    under_way.give_up(jd.WorkerLostError("another"))
+    promise = averages.begin(0, [])
+    assert averages._future_of(0).result(0) == ([], promise)
+    under_way.close()
+    assert isinstance(averages.begin(1, []).exception(0), jd.ContextError)
+
+
+def cannot_abandon():
+    raise jd.CollectiveError("a mesh")
+
+
+def test_a_stage_that_cannot_be_given_up_keeps_no_other_from_averaging():
+    averages = UnderWay().averages_of(1)
+    first, second = SimpleNamespace(abandon=cannot_abandon), SimpleNamespace(average=list)
+    averages.order, averages._by = [0, 1], {0: (first, averages._ended), 1: (second, averages._ended)}
+    averages.abandon([0])
+    promise = averages.begin(1, (1.0, 2.0))
+    averages._run()
+    assert promise.result(0) == [1.0, 2.0]
 
 
 def wide():
