@@ -5,6 +5,7 @@ import functools
 import threading
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from helpers.worlds import on_worker0
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.autograd.contexts import find_context
-from jdistgrad.pipeline.stages import StageFunction
+from jdistgrad.pipeline.stages import StageFunction, with_settings
 from jdistgrad.pipeline.under_way import UnderWay
 
 _traced = []
@@ -57,6 +58,43 @@ def test_functions_that_arrive_as_new_objects_are_compiled_once(world):
             assert float(pipeline.step(X, targets=Y)) == 6.0
         counts.append([jd.rpc_sync(ref.owner, traced) for ref in refs])
     assert counts[0] == counts[1] == counts[2]
+
+
+def with_partial(factor):
+    return {"w": square(4), "scale": functools.partial(multiplied, factor)}
+
+
+def multiplied(factor, x):
+    return factor * x
+
+
+def by_partial(params, x):
+    _traced.append(jd.worker_info().rank)
+    return params["scale"](x @ params["w"])
+
+
+@on_worker0
+def test_partial_functions_among_fetched_parameters_are_compiled_once(world):
+    """They come with the parameters in every step, as new objects."""
+    last, counts = jd.world_size() - 1, []
+    refs = [jd.remote(0, with_partial, args=(factor,)) for factor in (2.0, 3.0)]
+    pipeline = jd.Pipeline([(by_partial, ref) for ref in refs], pp.gpipe(2, 2), loss=mean, workers=[last, last])
+    for _ in range(3):
+        with jd.context():
+            assert float(pipeline.step(X, targets=Y)) == 6.0
+        counts.append(jd.rpc_sync(last, traced))
+    assert counts[0] == counts[1] == counts[2]
+
+
+class Text(str):
+    pass
+
+
+def test_settings_are_told_by_type_and_content():
+    gain = Gain(2.0)
+    given = [*(functools.partial(multiplied, one) for one in (2.0, 2.0, 3.0)), "a", Text("a"), gain, gain.applied]
+    kinds = [jax.tree.structure(with_settings(one)) for one in given]
+    assert list(map(kinds.index, kinds)) == [0, 0, 2, 3, 4, 5, 6]
 
 
 @dataclasses.dataclass(frozen=True)
