@@ -213,8 +213,9 @@ class Reduction:
         overwrite = places is not None or self.handling.act is Act.REDUCE
         try:
             averages = self._reducer.average(self._plan, number, gradients, self.handling, overwrite=overwrite)
-            return averages if places is None else jax.device_put(averages, places)
         except BaseException:
             self._failed = True
             self.handling.put_back()
             raise
+        # If this raises, on this rank alone, the ranks go on with the next bucket: they meet there.
+        return averages if places is None else jax.device_put(averages, places)
