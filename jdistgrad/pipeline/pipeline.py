@@ -15,6 +15,7 @@ from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought
 from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.functions import describe
 from jdistgrad.schedules.schedule import Kind, Schedule
 
 
@@ -115,6 +116,10 @@ class Pipeline:
         if self._report is None:
             raise ValueError("there is nothing to report: the pipeline has not finished a step")
         return self._report
+
+    def __repr__(self) -> str:
+        names = ", ".join(describe(one.function) for one in self.stages)
+        return f"<Pipeline of {names} on ranks {list(self._program.plan.ranks)}, {self.schedule!r}>"
 
     def __reduce__(self) -> Any:
         make = functools.partial(type(self), loss=self.loss, workers=self._workers, timeout=self._timeout)
