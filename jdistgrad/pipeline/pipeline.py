@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,6 +98,12 @@ class Pipeline:
                 "a pipeline's step gathers its gradients in a context: put the step, and the optimizer's step, inside "
                 "`with jd.context() as ctx:`"
             )
+        if targets is None:
+            with contextlib.suppress(ValueError):  # of a loss that does not say what it takes
+                try:
+                    inspect.signature(self.loss).bind(None)
+                except TypeError as error:
+                    raise TypeError(f"{describe(self.loss)} takes targets: step(..., targets=), {error}") from None
         with opened_context() if current_scope() is None else contextlib.nullcontext():
             loss, auxiliary = self._run(self._program, batch, () if targets is None else (targets,))
         return in_jax(loss, auxiliary)
