@@ -122,6 +122,11 @@ class DataParallel(Corrected):
             self._of_programs = self.collectives.adjusted(timeout=timeout, meets_in_programs=meets)
         self._compiled_average = CompiledAverage(self._of_programs, rules, self._driver)
 
+    def __repr__(self) -> str:
+        set_ = {"hook": self._rules.hook, "find_unused_parameters": self._rules.find_unused_parameters or None}
+        shown = "".join(f", {name}={value!r}" for name, value in set_.items() if value is not None)
+        return f"DataParallel({self.collectives!r}, bucket_cap_mb={self._rules.bucket_cap_mb or 25}{shown})"
+
     @property
     def size(self) -> int:
         """The number of ranks that take part: without those whose loss the steps have survived."""

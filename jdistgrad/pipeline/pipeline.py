@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought
 from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.functions import describe
 from jdistgrad.schedules.schedule import Kind, Schedule
 
 
@@ -96,6 +98,12 @@ class Pipeline:
                 "a pipeline's step gathers its gradients in a context: put the step, and the optimizer's step, inside "
                 "`with jd.context() as ctx:`"
             )
+        if targets is None:
+            with contextlib.suppress(ValueError):  # of a loss that does not say what it takes
+                try:
+                    inspect.signature(self.loss).bind(None)
+                except TypeError as error:
+                    raise TypeError(f"{describe(self.loss)} takes targets: step(..., targets=), {error}") from None
         with opened_context() if current_scope() is None else contextlib.nullcontext():
             loss, auxiliary = self._run(self._program, batch, () if targets is None else (targets,))
         return in_jax(loss, auxiliary)
@@ -115,6 +123,10 @@ class Pipeline:
         if self._report is None:
             raise ValueError("there is nothing to report: the pipeline has not finished a step")
         return self._report
+
+    def __repr__(self) -> str:
+        names = ", ".join(describe(one.function) for one in self.stages)
+        return f"<Pipeline of {names} on ranks {list(self._program.plan.ranks)}, {self.schedule!r}>"
 
     def __reduce__(self) -> Any:
         make = functools.partial(type(self), loss=self.loss, workers=self._workers, timeout=self._timeout)

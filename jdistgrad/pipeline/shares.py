@@ -19,12 +19,11 @@ from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
 from jdistgrad.autograd.tape.tape import Place, next_message, serving
 from jdistgrad.autograd.values.holes import has_gradient
-from jdistgrad.data_parallel.buckets.static_parts import enclosed
 from jdistgrad.errors import CallTimeoutError, ContextError, WorkerLostError
 from jdistgrad.pipeline.batches import split, weighted_sum
 from jdistgrad.pipeline.plans import Part, is_reference, references_of
-from jdistgrad.pipeline.stages import BATCH, Recording, Sum, is_fixed, plus, scalar_of
-from jdistgrad.pipeline.under_way import UnderWay, forget_done, wait_for_any
+from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of, with_settings
+from jdistgrad.pipeline.under_way import Averages, UnderWay, forget_done, wait_for_any
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.references.table import value_of
@@ -135,7 +134,8 @@ class Run:
         self._worker, scope = current_worker(), current_scope()
         assert scope is not None
         self._watched, under_way = list(watched), scope.content(UnderWay)
-        self._closed, self._averages = under_way.closed, under_way.averages_of(self.step)
+        self._closed, averages = under_way.closed, part.averages and part.plan.trains
+        self._averages = under_way.averages_of(self.step) if averages else Averages(self._closed)
         self._failed_elsewhere = False  # whether the error that was raised is that of a watched future
         self._timeout, self._begun = timeout, time.monotonic()
         self._inbox = scope.content(Inbox)
@@ -239,7 +239,7 @@ class Run:
             with self._named(f"the parameters of stage {stage}"):
                 for future in mine:
                     self._until_done(future, f"the parameters of stage {stage}")
-                values = [enclosed(future.result(), is_fixed) for future in mine]
+                values = [with_settings(future.result()) for future in mine]
                 tree: Any = jax.tree.structure(self._part.parameters[stage], is_leaf=is_reference)
                 self._parameters[stage] = jax.tree.unflatten(tree, values)
                 # Found before compiling: inside compiled code a Python number would be an array too.

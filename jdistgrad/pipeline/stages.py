@@ -54,9 +54,29 @@ class Stage:
     average: Any = None
 
 
-def is_fixed(leaf: Any) -> bool:
-    """Return whether a leaf of parameters is a function, a text or a flag: a part of what is compiled."""
-    return isinstance(leaf, bool) or not can_be_traced(leaf)
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Setting(Enclosed):
+    """A function, a text or a flag among parameters: a part of what is compiled. ``key`` tells it from others."""
+
+    value: Any = dataclasses.field(compare=False)
+    key: tuple[Any, ...]
+
+
+def with_settings(parameters: Any) -> Any:
+    """Return parameters with a setting in place of each leaf that JAX cannot trace, or is a flag; see ``opened``."""
+
+    def setting(leaf: Any) -> Any:
+        if can_be_traced(leaf) and not isinstance(leaf, bool):
+            return leaf
+        # Equal values may be of different types. A partial function equals no other: one that is fetched, in every step
+        # as a new object, is told by what it holds, if that can be found.
+        kind: Any = type(leaf)
+        content = fingerprint(leaf)
+        is_told = kind.__eq__ is object.__eq__ and isinstance(content, tuple) and len(content) > 2
+        return Setting(leaf, content if is_told else (kind, leaf))
+
+    return jax.tree.map(setting, parameters)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -4,12 +4,14 @@ And the averages of stages' gradients with the stages' replicas in other pipelin
 """
 
 import concurrent.futures
+import contextlib
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.references.rref import RRef
 from jdistgrad.rpc.worker import Worker
@@ -61,9 +63,7 @@ class UnderWay:
             one.abandon(one.order)
 
     def give_up(self, error: BaseException) -> None:
-        """End the averages. What the shares wait for fails by itself."""
-        for one in list(self._averages.values()):
-            one.abandon(one.order)
+        """Do nothing. What the shares wait for fails by itself; those that do not fail still average."""
 
 
 def doing(step: int) -> str:
@@ -115,7 +115,9 @@ class Averages:
             raise TypeError(f"a reference to a {type(found).__name__}, expected one to a DataParallel")
         with self._lock:
             begins, self.order = not self.order, order
-            before = _latest.get(found, self._ended)
+            # Of this step's own stages the first to be found need not be the first to average: all wait for one.
+            mine = next((told for one, told in self._by.values() if one is found), None)
+            before = mine or _latest.get(found, self._ended)
             self._by[stage], _latest[found] = (found, before), self._ended
         if begins:
             worker.run(self._run)
@@ -124,7 +126,8 @@ class Averages:
 
     def begin(self, stage: int, gradients: list[Any]) -> concurrent.futures.Future[list[Any]]:
         promise = concurrent.futures.Future[list[Any]]()
-        self._give(stage, (gradients, promise))
+        if not self._give(stage, (gradients, promise)):
+            promise.set_exception(ContextError("the context was closed before the stage's turn to average came"))
         return promise
 
     def abandon(self, stages: Iterable[int]) -> None:
@@ -140,11 +143,13 @@ class Averages:
         for one in averaged:
             one.abandon()
 
-    def _give(self, stage: int, given: Any) -> None:
+    def _give(self, stage: int, given: Any) -> bool:
         future = self._future_of(stage)
         with self._lock:
-            if not future.done():
-                future.set_result(given)
+            if future.done():
+                return False
+            future.set_result(given)
+            return True
 
     def _future_of(self, stage: int) -> concurrent.futures.Future[Any]:
         with self._lock:
@@ -155,7 +160,8 @@ class Averages:
             for stage in self.order:
                 given = self._future_of(stage).result()
                 if stage in self._by:  # else its share has not come so far
-                    self._average(*self._by[stage], given)
+                    with contextlib.suppress(Exception):  # it cannot be given up: the step raises what it fails of
+                        self._average(*self._by[stage], given)
         finally:
             self._given.clear()
             self._ended.set_result(None)

@@ -42,6 +42,17 @@ def test_steps_abandoned_at_different_places_end_in_an_error_for_all(big_world, 
 
 
 @on_every_worker
+def test_a_rank_whose_averages_find_no_place_still_reduces_the_next_bucket(big_world, rank, size):
+    # The others meet there: they have not failed.
+    reduction = DataParallel(bucket_cap_mb=1e-6, timeout=20).reduction([jnp.ones(2)] * 2)
+    places = ["nowhere"] if rank == 1 else None
+    first = reduction._thread.submit(reduction._average, 0, [jnp.ones(2) + 0], places)
+    (averaged,) = reduction._thread.run(reduction._average, 1, [jnp.full(2, 1.0 + rank)], None)
+    np.testing.assert_allclose(averaged, np.full(2, (size + 1) / 2))
+    assert (first.exception() is None) == (rank != 1)
+
+
+@on_every_worker
 def test_a_rank_that_comes_after_the_others_have_given_up_is_told_so(big_world, rank, size):
     # Over MPI it would wait inside a reduction, to which nobody comes any more, until that ends the job.
     dp, others = DataParallel(timeout=0.2), jd.collectives.of_this_world()

@@ -1,7 +1,9 @@
 """DataParallel steps, compared with the serial program on the batches of all ranks."""
 
+import gc
 import random
 import time
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,7 @@ from helpers.models import SMALL, batch, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.wire.polling import poll
 
 
 @pytest.mark.parametrize(("cap", "overlap"), [(None, False), (SMALL, True)], ids=["one piece", "overlap"])
@@ -134,6 +137,15 @@ def test_batches_of_different_sizes(big_world, rank, size):
         assert_close(step(parameters(), whole[rank])[1], expected)
         assert_close(jax.jit(step)(parameters(), whole[rank])[1], expected)
     assert dp.statistics().steps == 2
+
+
+@on_every_worker
+def test_a_step_keeps_no_parameters(big_world, rank, size):
+    params, step = parameters(), DataParallel().value_and_grad(loss)
+    first = weakref.ref(jax.tree.leaves(params)[0])
+    step(params, batch(rank))
+    del params
+    assert poll(lambda: gc.collect() >= 0 and first() is None, 10)
 
 
 @on_every_worker

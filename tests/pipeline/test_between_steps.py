@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import threading
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from helpers.worlds import on_worker0
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.autograd.contexts import find_context
-from jdistgrad.pipeline.stages import StageFunction
+from jdistgrad.pipeline.stages import StageFunction, with_settings
 from jdistgrad.pipeline.under_way import UnderWay
 
 _traced = []
@@ -56,6 +58,43 @@ def test_functions_that_arrive_as_new_objects_are_compiled_once(world):
             assert float(pipeline.step(X, targets=Y)) == 6.0
         counts.append([jd.rpc_sync(ref.owner, traced) for ref in refs])
     assert counts[0] == counts[1] == counts[2]
+
+
+def with_partial(factor):
+    return {"w": square(4), "scale": functools.partial(multiplied, factor)}
+
+
+def multiplied(factor, x):
+    return factor * x
+
+
+def by_partial(params, x):
+    _traced.append(jd.worker_info().rank)
+    return params["scale"](x @ params["w"])
+
+
+@on_worker0
+def test_partial_functions_among_fetched_parameters_are_compiled_once(world):
+    """They come with the parameters in every step, as new objects."""
+    last, counts = jd.world_size() - 1, []
+    refs = [jd.remote(0, with_partial, args=(factor,)) for factor in (2.0, 3.0)]
+    pipeline = jd.Pipeline([(by_partial, ref) for ref in refs], pp.gpipe(2, 2), loss=mean, workers=[last, last])
+    for _ in range(3):
+        with jd.context():
+            assert float(pipeline.step(X, targets=Y)) == 6.0
+        counts.append(jd.rpc_sync(last, traced))
+    assert counts[0] == counts[1] == counts[2]
+
+
+class Text(str):
+    pass
+
+
+def test_settings_are_told_by_type_and_content():
+    gain = Gain(2.0)
+    given = [*(functools.partial(multiplied, one) for one in (2.0, 2.0, 3.0)), "a", Text("a"), gain, gain.applied]
+    kinds = [jax.tree.structure(with_settings(one)) for one in given]
+    assert list(map(kinds.index, kinds)) == [0, 0, 2, 3, 4, 5, 6]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +141,8 @@ def test_a_new_pipeline_takes_an_object_as_it_is_now_on_all_workers(world, stage
 
 
 def shares_under_way(ctx):
-    return len(find_context(ctx).scope.content(UnderWay).runs)
+    under_way = find_context(ctx).scope.content(UnderWay)
+    return len(under_way.runs) + len(under_way._averages)
 
 
 @on_worker0
@@ -112,6 +152,32 @@ def test_nothing_of_a_step_stays_in_its_context(world):
         for _ in range(2):
             pipeline.step(X, targets=Y)
         assert [jd.rpc_sync(ref.owner, shares_under_way, args=(ctx.id,)) for ref in refs] == [0, 0, 0]
+
+
+def test_a_step_goes_on_where_a_worker_beside_it_is_lost():
+    """What a share waits for fails by itself. In a context that is closed an average fails at once."""
+    under_way = UnderWay()
+    averages = under_way.averages_of(1)
+    averages.order = [0, 1]
+    under_way.give_up(jd.WorkerLostError("another"))
+    promise = averages.begin(0, [])
+    assert averages._future_of(0).result(0) == ([], promise)
+    under_way.close()
+    assert isinstance(averages.begin(1, []).exception(0), jd.ContextError)
+
+
+def cannot_abandon():
+    raise jd.CollectiveError("a mesh")
+
+
+def test_a_stage_that_cannot_be_given_up_keeps_no_other_from_averaging():
+    averages = UnderWay().averages_of(1)
+    first, second = SimpleNamespace(abandon=cannot_abandon), SimpleNamespace(average=list)
+    averages.order, averages._by = [0, 1], {0: (first, averages._ended), 1: (second, averages._ended)}
+    averages.abandon([0])
+    promise = averages.begin(1, (1.0, 2.0))
+    averages._run()
+    assert promise.result(0) == [1.0, 2.0]
 
 
 def wide():

@@ -373,6 +373,9 @@ def test_steps_that_cannot_be_taken_are_refused(world):
             pipeline_of([multiply] * 3, refs, loss=None).step(X)
         with pytest.raises(ValueError):
             pipeline.report()
+        with pytest.raises(TypeError, match=r"mean takes targets: step\(\.\.\., targets=\), .*'target'"):
+            pipeline.step(X)
+        assert re.fullmatch(r"<Pipeline of .*multiply, .*multiply, .*multiply on ranks \[0, .*>", repr(pipeline))
         with pytest.raises(ValueError):
             pipeline.apply(pp.whole(X))
     with pytest.raises(jd.DifferentiationError, match=r"vector_loss returned float32\[2\].*mean"), jd.context():

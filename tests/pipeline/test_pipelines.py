@@ -609,16 +609,21 @@ def averaging_late(workers):
     return Late(jd.collectives.of_this_world(workers), timeout=60)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
 @on_every_worker
-def test_the_step_after_a_failed_one_does_not_take_its_place(big_world, rank, size):
-    ref, average = references(1, [rank])[0], jd.remote(rank, averaging_late, args=(list(range(size)),))
-    pipeline = jd.Pipeline([pp.Stage(unless_odd, ref, average=average)], pp.gpipe(1, 2), loss=mean_square)
-    x, y = (np.ones((4, width), "float32") for width in WIDTHS[:2])
-    stepped(pipeline, [ref], x, targets=y)  # compiled now, the next one is quick
+def test_the_step_after_a_failed_one_does_not_take_its_place(big_world, stages, rank, size):
+    """``stages``: with one ``DataParallel``."""
+    refs, average = references(stages, [rank] * stages), jd.remote(rank, averaging_late, args=(list(range(size)),))
+    functions = [layer, unless_odd][-stages:]
+    given = [pp.Stage(function, ref, average=average) for function, ref in zip(functions, refs, strict=True)]
+    pipeline = jd.Pipeline(given, pp.interleaved(1, 2, stages), loss=mean_square)
+    x, y = (np.ones((4, width), "float32") for width in (WIDTHS[0], WIDTHS[stages]))
+    stepped(pipeline, refs, x, targets=y)  # compiled now, the next one is quick
     if rank == 1:
         with jd.context(), pytest.raises(RuntimeError):
             pipeline.step(x[:2], targets=y[:2])
-    with jd.context(), pytest.raises(DisagreementError, match="have come apart" if rank == 1 else "rank 1 has failed"):
+    told = f"have come apart.*rank 1 has failed at bucket 0 in step {stages + 1}"  # the first after ``stages`` averages
+    with jd.context(), pytest.raises(DisagreementError, match=told):
         pipeline.step(x, targets=y)
 
 

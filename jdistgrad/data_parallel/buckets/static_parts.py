@@ -30,9 +30,9 @@ def has_functions(tree: Any) -> bool:
     return any(map(callable, jax.tree.leaves(tree)))
 
 
-def enclosed(tree: Any, chosen: Callable[[Any], bool] = callable) -> Any:
-    """Enclose some leaves of a tree: by default every function."""
-    return jax.tree.map(lambda leaf: Enclosed(leaf) if chosen(leaf) else leaf, tree)
+def enclosed(tree: Any) -> Any:
+    """Enclose every function among the leaves of a tree."""
+    return jax.tree.map(lambda leaf: Enclosed(leaf) if callable(leaf) else leaf, tree)
 
 
 def is_enclosed(node: Any) -> bool:

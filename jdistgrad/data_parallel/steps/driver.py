@@ -131,7 +131,8 @@ class Driver:
         def make(traced: Trace) -> tuple[BucketPlan, Trace, Segmented]:
             plan = self._agree_on_model(traced)
             groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-            return plan, traced, Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
+            segmented = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
+            return plan, traced._replace(closed=None, parameters=()), segmented  # it is kept; the parameters go
 
         return programs.find(args, kwargs, overlap, make)
 

@@ -15,7 +15,7 @@ import jax
 
 from jdistgrad._compat import configured
 from jdistgrad.data_parallel.buckets.host_arrays import as_set, settings
-from jdistgrad.data_parallel.buckets.leaves import index_dimensions
+from jdistgrad.data_parallel.buckets.leaves import Leaf, index_dimensions
 from jdistgrad.data_parallel.collectives.roll_call import Act
 from jdistgrad.data_parallel.reducing.averaging import require_rows
 from jdistgrad.data_parallel.reducing.reducer import Reducer, UnfinishedError
@@ -140,10 +140,10 @@ class Reduction:
                 "is reduced once: sum the parts first.",
                 path=leaves[leaf].path,
             )
-        expected, sparse, found = leaves[leaf], index_dimensions(gradient), type(gradient).__name__
-        if isinstance(gradient, jax.Array) or sparse:
-            found = str(expected._replace(shape=gradient.shape, dtype=gradient.dtype, sparse=sparse))
-        if found != str(expected):
+        expected, sparse = leaves[leaf], index_dimensions(gradient)
+        is_array = isinstance(gradient, jax.Array) or sparse
+        if not is_array or (gradient.shape, gradient.dtype, sparse) != expected[1:]:
+            found = Leaf("", gradient.shape, gradient.dtype, sparse) if is_array else type(gradient).__name__
             raise LeafError(
                 f"ready: the gradient of {expected.path} is {found}, expected a JAX array {expected}, which is "
                 "overwritten with the average",
@@ -213,8 +213,9 @@ class Reduction:
         overwrite = places is not None or self.handling.act is Act.REDUCE
         try:
             averages = self._reducer.average(self._plan, number, gradients, self.handling, overwrite=overwrite)
-            return averages if places is None else jax.device_put(averages, places)
         except BaseException:
             self._failed = True
             self.handling.put_back()
             raise
+        # If this raises, on this rank alone, the ranks go on with the next bucket: they meet there.
+        return averages if places is None else jax.device_put(averages, places)
