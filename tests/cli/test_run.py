@@ -222,7 +222,6 @@ def test_a_program_without_shutdown_is_told_so(jdistgrad):
         (["--local"], "what shall be run?"),
         (["--local", "missing.py"], "there is no script 'missing.py' in"),
         (["-n", "2", "python", "a.py", "1"], r"leave out 'python': .* jdistgrad run a\.py 1"),
-        (["--local", "/usr/bin/python3.11"], r"leave out '/usr/bin/python3\.11': .* jdistgrad run"),
         (["-n", "2", "pytest"], "there is no script 'pytest' in .*The module is run by -m: jdistgrad run -m pytest"),
         (["--local", "-m", "no_such_module"], "there is no module 'no_such_module' that could be run"),
         (["-m", "no_such_module.part"], "there is no module 'no_such_module.part' that could be run"),

@@ -9,11 +9,9 @@ from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.references.rref import RRef, by_reference
-from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.rpc.worlds.opening import THREADS
-from jdistgrad.wire.ids import COUNTER_BITS, worker_of
-from jdistgrad.wire.message import Kind, Message
+from jdistgrad.wire.ids import worker_of
 
 SIZE = 4
 
@@ -172,25 +170,6 @@ def test_values_live_exactly_as_long_as_survivors_hold_them(seed, deaths):
     assert world.left() == [(0, {})] * len(world.alive)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_a_value_that_is_freed_just_before_its_last_holder_dies_leaves_no_account(seed):
-    """The creator learns of the death before its owner tells it to forget the value, which arrives early or late."""
-    world = World(random.Random(seed), size=3)
-    owner, creator, victim = world.workers
-    creator.create(0)
-    creator.copy(creator.held[0], 2)
-    world.deliver_all()
-    for worker in (creator, victim):
-        worker.held.clear()
-        worker.releasing.flush()
-    while world.under_way:
-        world.deliver()
-    assert len(owner.references.owned.entries) == 0
-    world.dead.add(2)
-    world.finish()
-    assert world.left() == [(0, {}), (0, {})]
-
-
 def test_a_value_that_its_lost_creator_never_made_leaves_no_account():
     """The creator passes it on, and it goes from hand to hand."""
     world = World(random.Random(0), size=4)
@@ -208,15 +187,3 @@ def test_a_value_that_its_lost_creator_never_made_leaves_no_account():
     third.held.clear()
     world.finish()
     assert world.left() == [(0, {})] * 3
-
-
-def test_a_value_that_is_free_when_it_is_announced_leaves_no_accounts_anywhere():
-    """Its creator has passed it on; both drops overtake the call that makes it."""
-    owner = World(random.Random(0), size=3).workers[1]
-    identifier = 0 << COUNTER_BITS | 5
-    kept, given = WHOLE.split()
-    for source, weight, noted in [(2, given, False), (0, kept, True)]:
-        assert owner.receive(Message(Kind.DROP, source, 0, [(identifier, weight.units, weight.scale, noted)])) is None
-    assert owner.references.announce(identifier).freed
-    assert owner.references.to_forget() == {0: [identifier]}
-    assert len(owner.references.accounts.balances) == 0
