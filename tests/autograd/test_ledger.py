@@ -66,6 +66,7 @@ def test_the_same_number_counts_once():
     for value in (1.0, 5.0):
         ledger.put(NODE, part(1, value))
     assert not taken.done()
+    assert ledger.take(NODE, marks()).result(0) == []  # who takes none leaves those of others
     ledger.put(NODE, part(2))
     np.testing.assert_array_equal(total(taken.result(0))[0], [2.0, 2.0])
 
@@ -172,7 +173,7 @@ def found_by_a_thread(tape, message):
     return thread, found
 
 
-def test_a_pull_waits_for_its_recording_and_for_no_other():
+def test_a_pull_waits_for_its_recording_and_for_no_other_and_the_last_takes_it_away():
     tape = Tape()
     thread, found = found_by_a_thread(tape, 7)
     tape.record(8, "another")
@@ -182,6 +183,9 @@ def test_a_pull_waits_for_its_recording_and_for_no_other():
     thread.join(5)
     assert found == ["mine"]
     assert len(tape.recordings) == 2
+    assert tape.find(7, last=True) == "mine"
+    with pytest.raises(ContextError):
+        tape.find(7, last=False)
 
 
 def test_closing_ends_every_wait():

@@ -211,11 +211,6 @@ def test_the_end_of_a_thread_is_the_programs(jdistgrad):
     assert jdistgrad("run", "--local", "-n", "3", "-c", "raise SystemExit('no data')", status=1) == "no data\n"
 
 
-def test_a_program_without_shutdown_is_told_so(jdistgrad):
-    output = jdistgrad("run", "--local", "-n", "3", "-c", "import jdistgrad as jd; jd.init(); exit(0)", status=1)
-    assert "returned without shutdown()" in output
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -20,6 +20,7 @@ class Wire:
     """The transport of one worker of a simulated world: what it sends stays on its way until the world delivers it."""
 
     hands_over = False
+    wait_for = None  # nobody waits
 
     def __init__(self, rank, world):
         self.rank, self.world, self.lost = rank, world, set()
@@ -168,6 +169,25 @@ def test_values_live_exactly_as_long_as_survivors_hold_them(seed, deaths):
         worker.held.clear()
     world.finish()
     assert world.left() == [(0, {})] * len(world.alive)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_value_that_is_freed_just_before_its_last_holder_dies_leaves_no_account(seed):
+    """The creator learns of the death before its owner tells it to forget the value, which arrives early or late."""
+    world = World(random.Random(seed), size=3)
+    owner, creator, victim = world.workers
+    creator.create(0)
+    creator.copy(creator.held[0], 2)
+    world.deliver_all()
+    for worker in (creator, victim):
+        worker.held.clear()
+        worker.releasing.flush()
+    while world.under_way:
+        world.deliver()
+    assert len(owner.references.owned.entries) == 0
+    world.dead.add(2)
+    world.finish()
+    assert world.left() == [(0, {}), (0, {})]
 
 
 def test_a_value_that_its_lost_creator_never_made_leaves_no_account():

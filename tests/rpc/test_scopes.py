@@ -48,6 +48,9 @@ def test_closing_tells_whom_to_tell_and_lets_go_of_everything():
     assert scope.closed
     assert scope.peers() == set()
     assert scope.close() == (set(), [])
+    for enter in (lambda: scope.content(list), lambda: scope.includes(1)):
+        with pytest.raises(jd.ContextError):
+            enter()
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(["first call", "second call", "release"])))

@@ -128,12 +128,3 @@ def test_a_batch_that_stops_at_a_program(tmp_path, status, kind):
     assert (first.kind, second.kind) == ("", kind)
     assert second.before == (1,)
     assert "the last words" in second.text
-
-
-@pytest.mark.parametrize(
-    ("output", "kind"), [("CollectiveError: rank 1 is elsewhere", ""), ("Segmentation fault", "crash")]
-)
-def test_ranks_that_do_not_agree_may_be_ended_with_a_message(tmp_path, output, kind):
-    seed = next(one.seed for one in drawn() if isinstance(one, ParallelProgram) and one.odd_rank is not None)
-    (verdict,) = judged(World("mpi-2"), [seed], list(FEATURES), ended(tmp_path, 1, [], [], output=output))
-    assert verdict.kind == kind
