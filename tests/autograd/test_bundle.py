@@ -39,11 +39,6 @@ def run_of(*functions, stop=STOP):
     return BundleRun(Cached(bundle), list(functions), [()] * len(functions), (), [X])
 
 
-def test_functions_run_in_turn(worker):
-    (found,) = run_of(jnp.exp, jnp.negative, jnp.tanh)()
-    np.testing.assert_allclose(found, jnp.tanh(-jnp.exp(X)))
-
-
 def test_what_nobody_needs_any_more_is_let_go(worker):
     seen = []
 
@@ -173,12 +168,3 @@ def test_each_shape_is_looked_at():
     bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
     found = [bundle.at_once([picky], [np.ones(size, np.float32)]) for size in (2, 3, 4, 3, 2, 4)]
     assert [one is None for one in found] == [True, True, False, True, True, False]
-
-
-def test_weak_types_do_not_count():
-    # Arrays with dimensions lose their weak type when they travel, so only their dtype may count.
-    bundle = Bundle.of([CallStop(Layout(((Hole(), Hole()), {}), ()), (), (), 1)], [[0, 1]], [StopOutput(0, 0)])
-    weak = jnp.broadcast_to(jnp.asarray(2.0), (5,))
-    assert weak.weak_type
-    (found,) = bundle.at_once([jnp.add], [weak, SPREAD.astype(jnp.bfloat16)])
-    assert found.dtype == jnp.float32

@@ -204,10 +204,12 @@ def test_a_context_without_a_block_is_told_how_to_open_one(world):
 
 
 @on_worker0
-def test_a_context_is_sent_by_its_number(world):
-
-    with jd.context() as ctx, pytest.raises(jd.EncodingError):
-        pickle.dumps([ctx])
+def test_contexts_references_and_their_gradients_are_not_pickled(world):
+    rref = jd.remote(rank(1), make)
+    with jd.context() as ctx:
+        for one in (ctx, rref, jd.grad(lambda p: p.to_here().sum())(rref)):
+            with pytest.raises(jd.EncodingError):
+                pickle.dumps([one])
 
 
 @on_worker0

@@ -1,7 +1,5 @@
 """How many messages and contributions a backward pass has, and that sums are the same to the last bit."""
 
-import time
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,43 +100,6 @@ def test_a_function_is_derived_once_however_often_it_is_used(world, uses):
     with jd.context():
         assert_close(jax.grad(loss)(X), 1 + 3 * uses * X)
     assert jd.rpc_sync(rank(1), passes_here) - before == min(uses, 1)
-
-
-@jax.custom_vjp
-def waits(x, delay, scale):
-    return jnp.sin(x) * scale
-
-
-def wait(residuals, cotangent):
-    x, delay, scale = residuals
-    time.sleep(float(delay))
-    return jnp.cos(x) * scale * cotangent, None, None
-
-
-waits.defvjp(lambda x, delay, scale: (jnp.sin(x) * scale, (x, delay, scale)), wait)
-
-
-def late(x, delay, scale):
-    return waits(x, delay, scale)
-
-
-def test_sums_are_the_same_to_the_bit_whoever_comes_first(world):
-    # The delays change the order of arrival, and the scales make sums depend on the order of addition.
-
-    def body():
-        found = set()
-        for delays in ([0.02, 0.01, 0.0], [0.0, 0.01, 0.02], [0.01, 0.0, 0.02], [0.0, 0.0, 0.0]):
-            rref = jd.remote(rank(1), shared, args=(X / 3,))
-            with jd.context():
-                loss = lambda p: sum(futures(p, delays))  # noqa: B023, E731
-                found.add(np.asarray(jd.grad(loss)(rref).to_here()).tobytes())
-        assert len(found) == 1
-
-    def futures(p, delays):
-        started = [jd.rpc_async(rank(k), late, args=(p, delay, 10.0 ** (4 * k))) for k, delay in enumerate(delays)]
-        return [one.result().sum() for one in started]
-
-    world.drive(body)
 
 
 @on_worker0

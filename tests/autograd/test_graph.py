@@ -94,17 +94,6 @@ def test_the_staged_step_records_the_same_graph(world):
 
 
 @on_worker0
-def test_the_text_says_who_sent_what(world):
-    graph = recorded(lambda x: jnp.sum(jd.rpc_sync(last(), square, args=(x,))), X)
-    title, _, call, result = str(graph).splitlines()
-    ids = [spell(pair.message) for pair in graph.pairs]
-    assert title.startswith(f"context {spell(graph.context)}: ")
-    ends = f"worker0 -> worker{last()} worker0 <- worker{last()}"
-    assert " ".join(call.split()) == f"{ids[0]} {ends} call of {graph.pairs[0].what}"
-    assert result.startswith(ids[1])
-
-
-@on_worker0
 def test_a_closed_context_has_no_graph_but_one_taken_before_stays(world):
     with jd.context() as ctx:
         jd.value_and_grad(lambda x: jnp.sum(jd.rpc_sync(last(), square, args=(x,))))(X)

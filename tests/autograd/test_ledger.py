@@ -30,30 +30,6 @@ def numbers(contributions):
     return [one.number for one in contributions]
 
 
-def test_who_takes_none_leaves_those_of_others():
-    ledger = Ledger()
-    others = ledger.take(NODE, marks(1, 2))
-    ledger.put(NODE, part(1))
-    assert ledger.take(NODE, marks()).result(0) == []
-    ledger.put(NODE, part(2))
-    assert numbers(others.result(0)) == [1, 2]
-
-
-def test_each_pass_gets_its_own_contributions_where_others_come_first():
-    # Some of the contributions belong to another pass or to a failed one: only the marks tell them apart.
-    ledger = Ledger()
-    one, other = ledger.take(NODE, marks(1, 4)), ledger.take(NODE, marks(2, 3))
-    for number in (2, 1, 9):
-        ledger.put(NODE, part(number))
-    assert not one.done()
-    assert not other.done()
-    ledger.put(NODE, part(3))
-    assert numbers(other.result(0)) == [2, 3]
-    ledger.put(NODE, part(4))
-    assert numbers(one.result(0)) == [1, 4]
-    assert numbers(ledger.read(NODE)) == [9]
-
-
 def test_a_gradient_that_is_read_is_a_sum_of_contributions_that_have_come():
     ledger = Ledger()
     for one in (part(1), part(2, lanes=(4,)), part(3)):
@@ -90,6 +66,7 @@ def test_the_same_number_counts_once():
     for value in (1.0, 5.0):
         ledger.put(NODE, part(1, value))
     assert not taken.done()
+    assert ledger.take(NODE, marks()).result(0) == []  # who takes none leaves those of others
     ledger.put(NODE, part(2))
     np.testing.assert_array_equal(total(taken.result(0))[0], [2.0, 2.0])
 
@@ -196,7 +173,7 @@ def found_by_a_thread(tape, message):
     return thread, found
 
 
-def test_a_pull_waits_for_its_recording_and_for_no_other():
+def test_a_pull_waits_for_its_recording_and_for_no_other_and_the_last_takes_it_away():
     tape = Tape()
     thread, found = found_by_a_thread(tape, 7)
     tape.record(8, "another")
@@ -206,13 +183,7 @@ def test_a_pull_waits_for_its_recording_and_for_no_other():
     thread.join(5)
     assert found == ["mine"]
     assert len(tape.recordings) == 2
-
-
-def test_the_last_pull_takes_it_away():
-    tape = Tape()
-    tape.record(7, "mine")
-    assert [tape.find(7, last=False), tape.find(7, last=True)] == ["mine", "mine"]
-    assert len(tape.recordings) == 0
+    assert tape.find(7, last=True) == "mine"
     with pytest.raises(ContextError):
         tape.find(7, last=False)
 

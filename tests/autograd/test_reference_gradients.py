@@ -1,7 +1,6 @@
 """Gradients of the values of references: they stay with the owners, and pass from one owner to the next."""
 
 import dataclasses
-import pickle
 
 import jax
 import jax.numpy as jnp
@@ -171,15 +170,6 @@ def test_gradients_of_a_context_inside_an_outer_derivative_are_refused(world):
         for trace in (jax.grad(outer), jax.jit(outer)):
             with pytest.raises(jd.DifferentiationError):
                 trace(vector(3))
-
-
-@on_worker0
-def test_a_gradient_of_a_reference_is_not_sent(world):
-    rref = jd.remote(rank(2), vector, args=(3,))
-    with jd.context():
-        gradient = jd.grad(lambda p: p.to_here().sum())(rref)
-        with pytest.raises(jd.EncodingError):
-            pickle.dumps([gradient])
 
 
 @pytest.mark.parametrize("jacobian", [jax.jacrev, lambda f: jax.jit(jax.jacrev(f))], ids=["eager", "jit"])

@@ -48,26 +48,6 @@ def test_every_transformation(big_world, transform):
     assert_close(found, transform(lambda x: chain(serial, x))(x), rtol=1e-4, atol=1e-4)
 
 
-@on_worker0
-def test_a_compiled_step_runs_again_in_the_next_context(big_world):
-    step = jax.jit(jax.value_and_grad(lambda x: chain(sync, x)))
-    for k in range(2):
-        x = vector(3, seed=k)
-        with jd.context():
-            found = step(x)
-        assert_close(found, jax.value_and_grad(lambda x: chain(serial, x))(x))
-
-
-@on_worker0
-def test_a_batched_cotangent_on_one_recorded_call(big_world):
-    # jacrev maps over a pullback that was recorded once.
-    with jd.context():
-        found = jax.jacrev(lambda x: jd.rpc_sync(rank(1), product, args=(x, x)))(vector(4))
-        grid = jax.jacrev(lambda x: jd.rpc_sync(rank(1), fast_product, args=(x, x.T)))(vector((2, 2)))
-    assert_close(found, jax.jacrev(lambda x: product(x, x))(vector(4)))
-    assert_close(grid, jax.jacrev(lambda x: product(x, x.T))(vector((2, 2))))
-
-
 def chosen(call, params, x):
     """Make one of two values by a call, as an element of a batch decides."""
     yes, no = (lambda params, x: call(1, fast_product, params, x)), (lambda params, x: x**3)

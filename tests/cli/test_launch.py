@@ -142,10 +142,6 @@ def test_what_is_started_again(statuses, most, runs, last, capsys):
     assert ("status -9 (mpirun was ended by SIGKILL)" in told) == (statuses[0] == -9)
 
 
-def test_a_job_that_was_told_to_end_is_not_started_again():
-    assert launch.attempts(lambda number: (1, True), 3) == 1
-
-
 COUNTS = """
 import os, signal, sys, time
 if os.environ["OMPI_COMM_WORLD_RANK"] == "1":

@@ -211,18 +211,12 @@ def test_the_end_of_a_thread_is_the_programs(jdistgrad):
     assert jdistgrad("run", "--local", "-n", "3", "-c", "raise SystemExit('no data')", status=1) == "no data\n"
 
 
-def test_a_program_without_shutdown_is_told_so(jdistgrad):
-    output = jdistgrad("run", "--local", "-n", "3", "-c", "import jdistgrad as jd; jd.init(); exit(0)", status=1)
-    assert "returned without shutdown()" in output
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--local"], "what shall be run?"),
         (["--local", "missing.py"], "there is no script 'missing.py' in"),
         (["-n", "2", "python", "a.py", "1"], r"leave out 'python': .* jdistgrad run a\.py 1"),
-        (["--local", "/usr/bin/python3.11"], r"leave out '/usr/bin/python3\.11': .* jdistgrad run"),
         (["-n", "2", "pytest"], "there is no script 'pytest' in .*The module is run by -m: jdistgrad run -m pytest"),
         (["--local", "-m", "no_such_module"], "there is no module 'no_such_module' that could be run"),
         (["-m", "no_such_module.part"], "there is no module 'no_such_module.part' that could be run"),

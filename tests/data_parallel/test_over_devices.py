@@ -63,15 +63,6 @@ def test_hooks_keep_their_states_from_batch_to_batch(big_world, rank, size):
 
 
 @on_every_worker
-def test_a_number_of_the_rank_in_the_loss(big_world, rank, size):
-    def own(p, x):
-        return (p * x * (rank + 1)).sum()
-
-    _, gradient = DataParallel().value_and_grad(own)(jnp.ones(2), jnp.ones(2))
-    np.testing.assert_allclose(gradient, np.full(2, 2.0), rtol=1e-6)
-
-
-@on_every_worker
 def test_arrays_that_the_loss_closes_over_differ_from_rank_to_rank(big_world, rank, size):
     factor, table = jnp.float32(rank), np.full(2, float(rank), np.float32)
     step = DataParallel().value_and_grad(lambda p: (p * factor + p * table).sum())

@@ -79,6 +79,10 @@ def last():
     return jd.world_size() - 1
 
 
+def peers():
+    return [rank for rank in range(jd.world_size()) if rank != jd.worker_info().rank] or [0]
+
+
 def rank(k):
     """Return the rank of the worker for the k-th call, in a world of any size."""
     return k % jd.world_size()

@@ -215,22 +215,6 @@ def test_ranks_that_run_different_tests_say_so(user_tests):
     assert told in output
 
 
-def test_ranks_that_have_no_exception_say_where_to_expect_it(user_tests):
-    output = user_tests(
-        """
-        import pytest
-        import jdistgrad as jd
-
-        def test_it(world):
-            with pytest.raises(TypeError):
-                world.drive(lambda: jd.rpc_sync(1, abs))
-        """,
-        ranks=3,
-        fails=True,
-    )
-    assert "Expect what it raises inside of the body (with pytest.raises), and skip before drive." in output
-
-
 def test_a_test_that_waits_for_ever_is_ended_and_says_where_it_stood(user_tests):
     output = user_tests(
         """
@@ -275,19 +259,3 @@ def test_who_does_not_use_it_is_not_disturbed(user_tests):
         """
     )
     assert "1 passed" in output
-
-
-def test_a_mark_without_sense_is_refused(user_tests):
-    output = user_tests(
-        """
-        import pytest
-
-        @pytest.mark.world("three")
-        def test_it(world):
-            pass
-        """,
-        fails=True,
-    )
-    assert (
-        "test_user.py::test_it: @pytest.mark.world takes numbers of workers, as in world(3), not ('three',)" in output
-    )

@@ -1,7 +1,6 @@
 """Blueprints of modules: equal for equal modules, and refused for values that cannot be built."""
 
 import dataclasses
-import functools
 import pickle
 
 import jax
@@ -13,8 +12,8 @@ from helpers.data import assert_close
 from helpers.models import Both, Encoder, X
 from helpers.worlds import last, on_worker0
 
-from jdistgrad.modules.blueprint import Blueprint, blueprint, built
-from jdistgrad.modules.flax_modules import factory_blueprint, take_apart
+from jdistgrad.modules.blueprint import blueprint, built
+from jdistgrad.modules.flax_modules import take_apart
 from jdistgrad.modules.module import RemoteModule
 
 
@@ -51,13 +50,6 @@ def test_functions_that_others_have_made_are_made_again(layer):
     (found,) = built(made).layers
     assert found is not layer
     assert (found.__code__, found.__qualname__) == (layer.__code__, layer.__qualname__)
-
-
-def test_a_function_that_makes_a_module_gives_the_module_its_name():
-    def make(rngs):
-        return Both(4, 3, rngs=rngs)
-
-    assert factory_blueprint(make).label.endswith("make")
 
 
 SHARED = nn.Dense(4)
@@ -154,8 +146,3 @@ def test_settings_of_a_call_that_are_equal_but_not_alike_are_different_settings(
     module = RemoteModule(last(), Given(), (X, nn.relu))
     for factor in (2.0, 3.0, 2.0):
         assert_close(module(X, Scale("a", factor)), X * factor)
-
-
-def test_only_what_was_given_is_in_a_blueprint():
-    assert blueprint_of(nn.Dense(3)) == Blueprint(nn.Dense, (), (("features", 3),))
-    assert factory_blueprint(functools.partial(Both, 4, outputs=2)).label == "Both"

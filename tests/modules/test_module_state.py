@@ -11,7 +11,6 @@ from helpers.data import assert_close
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.autograd.contexts import find_context
 from jdistgrad.modules.module import RemoteModule
 
 NOT_PARAMETERS = nnx.Not(nnx.Param)
@@ -207,20 +206,6 @@ def test_variables_that_a_later_call_makes_are_refused(big_world):
     assert_close(remote(X, mutable=["memory"]), X)
     with pytest.raises(ValueError):
         remote(X, more=True, mutable=["memory"])
-
-
-@on_worker0
-def test_states_are_forgotten_with_their_last_pullback(big_world):
-    remote = RemoteModule(last(), Trained)
-    step = jd.jit(jd.value_and_grad(distance))
-    with jd.context() as ctx:
-        for _ in range(3):
-            step(remote, X)
-        assert jd.rpc_sync(last(), states_kept, args=(ctx.id,)) == 0
-
-
-def states_kept(context):
-    return len(find_context(context).tape.recordings)
 
 
 @both

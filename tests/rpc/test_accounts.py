@@ -9,11 +9,9 @@ from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.references.rref import RRef, by_reference
-from jdistgrad.rpc.references.weights import WHOLE
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.rpc.worlds.opening import THREADS
-from jdistgrad.wire.ids import COUNTER_BITS, worker_of
-from jdistgrad.wire.message import Kind, Message
+from jdistgrad.wire.ids import worker_of
 
 SIZE = 4
 
@@ -22,6 +20,7 @@ class Wire:
     """The transport of one worker of a simulated world: what it sends stays on its way until the world delivers it."""
 
     hands_over = False
+    wait_for = None  # nobody waits
 
     def __init__(self, rank, world):
         self.rank, self.world, self.lost = rank, world, set()
@@ -208,15 +207,3 @@ def test_a_value_that_its_lost_creator_never_made_leaves_no_account():
     third.held.clear()
     world.finish()
     assert world.left() == [(0, {})] * 3
-
-
-def test_a_value_that_is_free_when_it_is_announced_leaves_no_accounts_anywhere():
-    """Its creator has passed it on; both drops overtake the call that makes it."""
-    owner = World(random.Random(0), size=3).workers[1]
-    identifier = 0 << COUNTER_BITS | 5
-    kept, given = WHOLE.split()
-    for source, weight, noted in [(2, given, False), (0, kept, True)]:
-        assert owner.receive(Message(Kind.DROP, source, 0, [(identifier, weight.units, weight.scale, noted)])) is None
-    assert owner.references.announce(identifier).freed
-    assert owner.references.to_forget() == {0: [identifier]}
-    assert len(owner.references.accounts.balances) == 0

@@ -6,7 +6,8 @@ import threading
 
 import numpy as np
 import pytest
-from helpers.worlds import on_worker0, wire_world as wire_world
+from helpers.programs import square
+from helpers.worlds import on_worker0, peers, wire_world as wire_world
 
 import jdistgrad as jd
 
@@ -15,10 +16,6 @@ pytestmark = pytest.mark.world(1, 3)
 
 def who():
     return jd.worker_info()
-
-
-def peers():
-    return [rank for rank in range(jd.world_size()) if rank != jd.worker_info().rank] or [0]
 
 
 @on_worker0
@@ -37,21 +34,10 @@ def bounce(path):
 
 
 @on_worker0
-def test_nested_and_circular_calls(world):
-    n = jd.world_size()
-    path = [k % n for k in (1, 0, 1, 2, 0, 3, 3, 1)]
-    assert jd.rpc_sync(path[0], bounce, args=(path[1:],)) == path
-
-
-@on_worker0
 def test_deep_recursion_between_two_workers(big_world):
     """The recursion is deeper than any thread pool of fixed size."""
     path = [1 + k % 2 for k in range(150)]
     assert jd.rpc_sync(2, bounce, args=(path,)) == [2, *path]
-
-
-def square(x):
-    return x * x
 
 
 @on_worker0

@@ -6,7 +6,6 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from helpers.worlds import make, on_worker0, rank
 
@@ -61,28 +60,3 @@ def test_a_module_says_where_its_parameters_are(world):
     assert not hasattr(module, "weights")
     again = copy.deepcopy(jax.tree.map(lambda leaf: leaf, module))
     np.testing.assert_array_equal(again(1.0), np.arange(3) + 1)
-
-
-@on_worker0
-def test_a_step_without_arguments_names_the_context(world):
-    optimizer = jd.DistributedOptimizer(optax.sgd(0.1), [jd.remote(rank(1), make, args=(3,))])
-    with pytest.raises(TypeError, match=r"takes the context, optimizer\.step\(ctx\)"):
-        optimizer.step()
-
-
-@on_worker0
-def test_a_reference_can_still_be_compared_hashed_copied_and_tested(world):
-    reference, other = (jd.remote(rank(1), make, args=(3,)) for _ in range(2))
-    assert reference == copy.deepcopy(reference) != other
-    assert {reference: 1, other: 2}[reference] == 1
-    assert bool(reference)
-    assert not hasattr(reference, "shape")
-    assert not hasattr(reference, "__jax_array__")
-
-
-@on_worker0
-def test_optax_cannot_map_over_a_reference(world):
-    reference = jd.remote(rank(1), make, args=(3,))
-    for tree in (reference, {"a": jnp.ones(2), "b": reference}):
-        with pytest.raises(TypeError, match=r"leaf of a reference.*jd\.DistributedOptimizer"):
-            optax.sgd(0.1, momentum=0.9).init(tree)

@@ -1,7 +1,6 @@
 """The directory: the members of a world, by name, rank and info."""
 
 import jax
-import numpy as np
 import pytest
 
 from jdistgrad.errors import DuplicateNameError, UnknownWorkerError, WorldError
@@ -11,13 +10,6 @@ from jdistgrad.rpc.directory import Directory, Hello, WorkerInfo, agree, name_of
 
 def hello(name, **facts):
     return Hello(name, "w", facts)
-
-
-def test_workers_are_found_by_name_rank_and_info():
-    directory = Directory(["ps", "trainer"])
-    expected = WorkerInfo(1, "trainer")
-    assert directory.find("trainer") == directory.find(1) == directory.find(np.int64(1)) == expected
-    assert directory.find(expected) is directory.workers[1]
 
 
 @pytest.mark.parametrize("to", ["nobody", 2, -1, WorkerInfo(1, "other"), WorkerInfo(7, "ps")])

@@ -218,25 +218,6 @@ def length(items):
     return len(items)
 
 
-def test_a_callback_that_runs_for_long_is_named_with_its_call(big_world):
-    runs, returns = threading.Event(), threading.Event()
-
-    def callback(shared):
-        runs.set()
-        returns.wait(60)
-
-    def main():
-        if jd.init().rank == 1:
-            jd.rpc_async(2, shared_zeros).then(callback)
-            assert runs.wait(20)
-            with pytest.raises(jd.CallTimeoutError, match=r"serves the callbacks of .*shared_zeros, called by worker2"):
-                jd.shutdown(timeout=1)
-            returns.set()
-        jd.shutdown()
-
-    big_world.run(main)
-
-
 def shut_down():
     jd.shutdown()
 

@@ -6,20 +6,13 @@ import threading
 import time
 
 import pytest
-from helpers.worlds import on_worker0
+from helpers.programs import square
+from helpers.worlds import on_worker0, peers
 
 import jdistgrad as jd
 from jdistgrad.rpc.current import current_scope
 
 pytestmark = pytest.mark.world(1, 3)
-
-
-def peers():
-    return [rank for rank in range(jd.world_size()) if rank != jd.worker_info().rank] or [0]
-
-
-def square(x):
-    return x * x
 
 
 @on_worker0

@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 from helpers.programs import X, layer, parameters
-from helpers.worlds import on_every_worker, on_worker0, rank
+from helpers.worlds import on_worker0, rank
 
 import jdistgrad as jd
 
@@ -45,29 +44,6 @@ def test_a_function_that_wanted_the_reference_itself(world):
     with jd.context(), pytest.raises(AttributeError) as caught:
         jd.grad(lambda p: jd.rpc_sync(rank(1), owner_of, args=(p,)))(reference)
     assert any("jd.by_reference(reference)" in note for note in caught.value.__notes__)
-
-
-@on_worker0
-def test_a_gradient_is_fetched_whole_not_leaf_by_leaf(world):
-    reference = jd.remote(rank(1), parameters, args=(3, 2))
-    with jd.context():
-        gradient = jd.grad(lambda p: jnp.sum(jd.rpc_sync(rank(1), layer, args=(p, jnp.ones(3)))["h"]))(reference)
-        with pytest.raises(AttributeError, match=r"'to_here'.*jd\.get\(reference\)"):
-            jax.tree.map(lambda leaf: leaf.to_here(), gradient)
-
-
-class Model(eqx.Module):
-    weight: jax.Array
-    training: bool
-
-
-@on_every_worker
-def test_modules_of_equinox(world, rank, size):
-    dp = jd.DataParallel()
-    with pytest.raises(jd.LeafError):
-        dp.average(Model(jnp.ones(3), True))
-    with pytest.raises(TypeError, match=r"Model is none.*jd\.RemoteFunction\(worker, init, apply\)"):
-        jd.RemoteModule(0, Model)
 
 
 @on_worker0

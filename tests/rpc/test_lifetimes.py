@@ -141,27 +141,6 @@ def test_a_call_that_cannot_be_read_still_returns_its_references(world):
     world.run(main)
 
 
-class StubbornError(Exception):
-    """An exception that can be neither copied nor rebuilt from its arguments."""
-
-    def __init__(self, a, b):
-        super().__init__(f"stubborn {a} and {b}")
-
-
-def raise_stubborn():
-    raise StubbornError(1, 2)
-
-
-@on_worker0
-def test_references_to_what_could_not_be_made_are_free(world):
-    """The owner keeps the exception. Each caller raises a new exception with a traceback that holds the reference."""
-    last = jd.world_size() - 1
-    for _ in range(5):
-        with pytest.raises((StubbornError, jd.RemoteError)):
-            jd.remote(last, raise_stubborn).to_here()
-    wait_until_owned(last, 0)
-
-
 def test_what_is_left_is_told_at_shutdown_and_refused_in_the_next_world(world):
     def main():
         jd.init()

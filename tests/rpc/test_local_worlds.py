@@ -159,14 +159,6 @@ def test_an_interrupted_wait_leaves_the_world_usable(waits):
         released.set()
 
 
-def test_a_world_of_one_needs_nothing():
-    me = jd.init()
-    assert (me.rank, jd.world_size()) == (0, 1)
-    assert jd.rpc_sync("worker0", operator.add, args=(1, 2)) == 3
-    assert current_worker().transport.size == 1
-    jd.shutdown()
-
-
 def test_a_system_that_does_not_tell_a_process_its_cores(monkeypatch):
     for missing in ("sched_getaffinity", "pidfd_open"):
         monkeypatch.delattr(os, missing)
@@ -180,27 +172,6 @@ def test_a_system_that_does_not_tell_a_process_its_cores(monkeypatch):
 
     assert jd.spawn(main, 3) == [0, 1, 2]
     assert len(usable_cores()) == os.cpu_count()
-
-
-def test_spawn_says_why_a_worker_has_not_left():
-    gave_up = threading.Event()
-
-    def main():
-        me = jd.init()
-        if me.rank == 0:
-            with pytest.raises(jd.CallTimeoutError):
-                jd.shutdown(timeout=0.2)
-            gave_up.set()
-        elif me.rank == 2:
-            assert gave_up.wait(30)
-        if me.rank:
-            jd.shutdown()
-
-    said = (
-        r"main of rank 0 returned before it had left its world: .* waited 0\.2 s for worker2 \(rank 2\), which has not"
-    )
-    with pytest.raises(jd.WorldError, match=said):
-        jd.spawn(main, 3)
 
 
 def test_compiled_calls_of_two_worlds_at_a_time_stay_in_their_worlds():

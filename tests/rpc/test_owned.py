@@ -5,20 +5,9 @@ import types
 
 import pytest
 
-from jdistgrad.errors import StaleReferenceError
 from jdistgrad.rpc.references.owned import REMEMBERED, OwnerTable
 from jdistgrad.rpc.references.table import References
-from jdistgrad.rpc.references.weights import WHOLE, Weight
-
-
-def test_a_value_lives_until_all_weight_is_home():
-    table = OwnerTable()
-    table.announce(1).value.set_result("value")
-    kept, given = WHOLE.split()
-    table.release_all([(1, given)])
-    assert table.value(1).result(0) == "value"
-    table.release_all([(1, kept)])
-    assert len(table.entries) == 0
+from jdistgrad.rpc.references.weights import WHOLE
 
 
 def test_a_fetch_may_overtake_the_creation():
@@ -27,15 +16,6 @@ def test_a_fetch_may_overtake_the_creation():
     assert not asked.done()
     table.announce(1).value.set_result("value")
     assert asked.result(0) == "value"
-
-
-def test_a_fetch_that_is_served_after_the_last_drop_does_not_wait():
-    table = OwnerTable()
-    table.announce(1).value.set_result("value")
-    table.release_all([(1, WHOLE)])
-    with pytest.raises(StaleReferenceError, match="the value of reference 0:1 is gone"):
-        table.value(1).result(0)
-    assert len(table.entries) == 0
 
 
 def test_the_memory_of_freed_values_does_not_grow():
@@ -78,17 +58,3 @@ def test_all_references_of_one_id_share_a_claim():
     del first, second
     both = WHOLE + WHOLE
     assert claims.dropped() == {0: [(1, both.units, both.scale, False)]}
-
-
-def test_what_is_given_away_is_not_dropped():
-    claims, table = references(), OwnerTable()
-    table.announce(7)
-    claim = claims.claim(7, 3, WHOLE)
-    given = [claim.split() for _ in range(5)]
-    del claim
-    ((identifier, units, scale, _),) = claims.dropped()[3]
-    table.release_all([(identifier, Weight(units, scale))])
-    assert len(table.entries) == 1
-    table.release_all([(7, weight) for weight in given])
-    assert len(table.entries) == 0
-    assert claims.dropped() == {}

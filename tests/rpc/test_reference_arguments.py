@@ -32,17 +32,6 @@ def test_an_argument_arrives_as_its_value_or_as_the_reference_wherever_it_runs(w
             assert found == (True, owner, owner == callee)
 
 
-def tree_total(tree):
-    return sum(float(jnp.sum(leaf)) for leaf in tree["leaves"]) + tree["extra"]
-
-
-@on_worker0
-def test_references_deep_in_a_pytree(world):
-    owners = [k % jd.world_size() for k in range(6)]
-    tree = {"leaves": [jd.remote(owner, make, args=(k,)) for k, owner in enumerate(owners)], "extra": 1}
-    assert jd.rpc_sync(0, tree_total, args=(tree,)) == 1 + sum(k * (k - 1) / 2 for k in range(6))
-
-
 def owners_of(tree):
     return [rref.owner.rank for rref in tree["rrefs"]], float(tree["value"]), tree["extra"]
 

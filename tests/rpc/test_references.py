@@ -2,7 +2,6 @@
 
 import copy
 import operator
-import pickle
 import time
 
 import numpy as np
@@ -92,9 +91,3 @@ def test_equality_hash_and_copies(world):
     assert rref != 1
     assert copy.deepcopy({"r": rref})["r"] is rref
     assert copy.copy(rref) is rref
-
-
-@on_worker0
-def test_pickling_by_oneself_is_refused(world):
-    with pytest.raises(jd.EncodingError):
-        pickle.dumps(jd.RRef(1))

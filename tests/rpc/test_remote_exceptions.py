@@ -78,14 +78,6 @@ def raise_unsendable():
     raise UnsendableError(1, 2)
 
 
-@on_worker0
-def test_an_exception_with_a_constructor_of_its_own_keeps_its_type(big_world):
-    with pytest.raises(StubbornError) as caught:
-        jd.rpc_sync(last(), raise_stubborn)
-    assert caught.value.both == (1, 2)
-    assert "raise StubbornError(1, 2)" in caught.value.__notes__[0]
-
-
 class WordedError(Exception):
     """An exception that makes its text of an argument, as most do."""
 

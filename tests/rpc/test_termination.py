@@ -40,33 +40,6 @@ def test_no_end_while(other):
     assert not conclude(survey, QUIET, other)
 
 
-def test_work_between_two_rounds_is_seen():
-    survey = Survey(2)
-    assert not conclude(survey, QUIET, QUIET)
-    assert not conclude(survey, Report(True, False, 4, 4), QUIET)
-    assert conclude(survey, Report(True, False, 4, 4), QUIET)
-
-
-def test_a_lost_worker_is_left_out():
-    survey = Survey(3)
-    survey.awaited.discard(1)
-    without = Report(closing=True, busy=False, sent=3, received=3, lost=(1,))
-    for quiet in (False, True):
-        survey.reports[0] = without
-        survey.reports[2] = without
-        assert survey.complete
-        assert survey.conclude() is quiet
-
-
-def test_no_end_while_survivors_have_lost_different_workers():
-    survey = Survey(3)
-    survey.awaited.discard(1)
-    for _ in range(3):
-        survey.reports[0] = Report(True, False, 3, 3, lost=(1,))
-        survey.reports[2] = Report(True, False, 3, 3)
-        assert not survey.conclude()
-
-
 class Dying:
     """Simulated workers that reply to messages, some of which die; each survivor notices that in its own time."""
 

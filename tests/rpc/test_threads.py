@@ -19,14 +19,6 @@ def threads_of(name):
     return [thread for thread in threading.enumerate() if thread.name.startswith(f"{name}-")]
 
 
-def test_tasks_that_wait_for_each_other_all_run():
-    pool, barrier = ThreadPool("together"), threading.Barrier(101)
-    for _ in range(100):
-        pool.run(barrier.wait)
-    barrier.wait(20)
-    pool.close()
-
-
 def test_idle_threads_have_ended_when_the_pool_is_closed():
     pool, done = ThreadPool("idle"), threading.Barrier(4)
 

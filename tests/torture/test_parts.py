@@ -3,13 +3,11 @@
 import functools
 import json
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from torture import containers, generator, interpreter, judging, palette, pipelines, steps
-from torture.programs import FEATURES, Node, ParallelProgram, PipelineProgram, Program
+from torture.programs import FEATURES, ParallelProgram, PipelineProgram, Program
 from torture.watching import Ended, World, judged
 
 MANY = range(400)
@@ -22,8 +20,8 @@ def all_nodes(nodes):
 
 
 @functools.cache
-def drawn(features=tuple(FEATURES)):
-    return [generator.draw(seed, features) for seed in MANY]
+def drawn():
+    return [generator.draw(seed) for seed in MANY]
 
 
 def test_a_seed_is_a_program():
@@ -61,48 +59,6 @@ def test_every_pipeline_is_drawn():
     assert {flag for one in programs for flag in one.remat} == {True, False}
     assert any("W" in one.schedule and "B" in one.schedule for one in programs)
     assert any(len(set(one.shared)) < len(one.shared) for one in programs)
-
-
-SIGNS = {
-    "remote": "how='remote'",
-    "held": "held=1",
-    "jitted": "fast_",
-    "compiled": "jax.jit",
-    "high": "order=2",
-    "odd_rules": "turned",
-    "weak": "weak=True",
-    "keys": "noisy",
-    "containers": "inside",
-    "large": "(300, 300)",
-    "nested": "nested",
-    "vmap": "mapped",
-    "crowd": "crowd=True",
-    "parallel": "ParallelProgram",
-    "pipelines": "PipelineProgram",
-    "orders": "odd_rank=0",
-    "owners": "how='averaged'",
-}
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_a_feature_can_be_switched_off(feature):
-    assert SIGNS[feature] in repr(drawn())
-    assert SIGNS[feature] not in repr(drawn(tuple(name for name in FEATURES if name != feature)))
-
-
-def test_a_feature_that_is_unknown_is_named():
-    with pytest.raises(ValueError, match="oder"):
-        generator.draw(0, ["oder"])
-
-
-def test_arguments_of_a_program_are_its_own():
-    one, other = (interpreter.arguments(generator.draw(seed, ["weak"]), 0) for seed in (1, 2))
-    assert not np.array_equal(one[0], other[0])
-
-
-def test_no_two_elements_count_alike():
-    for shape in generator.SMALL:
-        assert len(np.unique(interpreter.weights(shape))) == np.prod(shape)
 
 
 @pytest.mark.parametrize(
@@ -172,28 +128,3 @@ def test_a_batch_that_stops_at_a_program(tmp_path, status, kind):
     assert (first.kind, second.kind) == ("", kind)
     assert second.before == (1,)
     assert "the last words" in second.text
-
-
-@pytest.mark.parametrize(
-    ("output", "kind"), [("CollectiveError: rank 1 is elsewhere", ""), ("Segmentation fault", "crash")]
-)
-def test_ranks_that_do_not_agree_may_be_ended_with_a_message(tmp_path, output, kind):
-    seed = next(one.seed for one in drawn() if isinstance(one, ParallelProgram) and one.odd_rank is not None)
-    (verdict,) = judged(World("mpi-2"), [seed], list(FEATURES), ended(tmp_path, 1, [], [], output=output))
-    assert verdict.kind == kind
-
-
-def test_the_serial_program_needs_no_world():
-    for program in drawn():
-        if isinstance(program, Program) and program.order == 0 and program.shape != generator.LARGE:
-            calls = interpreter.Serial()
-            given, held = interpreter.arguments(program, 0), interpreter.parameter(program, calls)
-            assert jax.tree.leaves(interpreter.derivative(program, calls)(given, held))
-            break
-
-
-def test_a_call_without_references_needs_no_world_either():
-    node = Node("sync", "fast_inside", 1, (0, 1), pack="deep")
-    a, b = jnp.array([0.3, 0.4]), jnp.array([1.0, -1.0])
-    found = interpreter.run([node], [a, b], interpreter.Serial())[-1]
-    np.testing.assert_allclose(found, palette.mix(a, b) + 1.5 * palette.bend(b, a), rtol=1e-6)

@@ -74,13 +74,6 @@ def test_weak_numbers_and_random_keys_stay_what_they_are():
     np.testing.assert_array_equal(array, np.ones(3))
 
 
-@pytest.mark.parametrize("value", [np.ones(3), np.arange(3), np.float64(2.5), 2.5, True], ids=repr)
-def test_others_travel_as_jax_takes_them(value):
-    (found,) = sent(value)
-    assert found.dtype == jnp.asarray(value).dtype
-    np.testing.assert_array_equal(found, np.asarray(value))
-
-
 def test_what_arrived_cannot_be_written_to():
     for array in sent(np.ones(3, np.float32), np.ones(ALIAS_FROM, np.float32)):
         assert not array.flags.writeable

@@ -55,14 +55,6 @@ def test_a_computation_in_between_is_made_here():
     assert bundles(lambda x: call(1, jnp.cos, call(1, jnp.sin, x) + 1), X) == [["sin"], ["cos"]]
 
 
-def test_another_worker_gets_a_message_of_its_own():
-    assert bundles(lambda x: call(1, jnp.tanh, call(2, jnp.cos, call(1, jnp.sin, x))), X) == [
-        ["sin"],
-        ["cos"],
-        ["tanh"],
-    ]
-
-
 def test_an_answer_from_elsewhere_is_not_waited_for():
     # The call of sin can be sent at once, but add needs the answer of another worker.
 
