@@ -57,7 +57,7 @@ class Job:
         self._trees, self.optimizers = trees, optimizers
         self.plans: dict[int, Plan] = {}
         self.callers = workers
-        self.leader, self.leads = -1, False
+        self.leader, self.leads, self._stage = -1, False, 0
         self.of_trees: list[Leaf] = []
         self.leaves: list[Leaf] = []
 
@@ -99,7 +99,9 @@ class Job:
             error, failure = failed, _of_kind(failed, _naming(current_worker().info, text))
         seconds = math.inf if self.plans else desk.SECONDS
         said = failure, result if everybody else None
-        told = desk.meet(self.what, self.attempt, said, self.callers, seconds)
+        self._stage += 1  # in the name, since the desk may move between two stages
+        what = f"{self.what}, part {self._stage}" if self.plans else self.what
+        told = desk.meet(what, self.attempt, said, self.callers, seconds)
         if error is not None:
             raise error
         for failure, _ in told.values():
