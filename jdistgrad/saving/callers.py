@@ -6,6 +6,8 @@ The first of them, the leader, asks owners and the other callers for their parts
 import contextlib
 import itertools
 import math
+import pathlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -55,7 +57,7 @@ class Job:
         self._trees, self.optimizers = trees, optimizers
         self.plans: dict[int, Plan] = {}
         self.callers = workers
-        self.leader, self.leads = -1, False
+        self.leader, self.leads, self._stage = -1, False, 0
         self.of_trees: list[Leaf] = []
         self.leaves: list[Leaf] = []
 
@@ -97,7 +99,9 @@ class Job:
             error, failure = failed, _of_kind(failed, _naming(current_worker().info, text))
         seconds = math.inf if self.plans else desk.SECONDS
         said = failure, result if everybody else None
-        told = desk.meet(self.what, self.attempt, said, self.callers, seconds)
+        self._stage += 1  # in the name, since the desk may move between two stages
+        what = f"{self.what}, part {self._stage}" if self.plans else self.what
+        told = desk.meet(what, self.attempt, said, self.callers, seconds)
         if error is not None:
             raise error
         for failure, _ in told.values():
@@ -153,7 +157,9 @@ def _naming(worker: WorkerInfo, text: str) -> str:
 
 
 @contextlib.contextmanager
-def together(what: str, trees: Any, optimizers: Any, workers: Sequence[int] | None) -> Iterator[Job]:
+def together(
+    what: str, folder: pathlib.Path, trees: Any, optimizers: Any, workers: Sequence[int] | None
+) -> Iterator[Job]:
     """Wait for the others that call this, and open a block in which they do it together."""
     if not trace_state_clean():
         raise CheckpointError(f"{what} inside a transformation of JAX's would run while it is traced: call it outside")
@@ -171,7 +177,9 @@ def together(what: str, trees: Any, optimizers: Any, workers: Sequence[int] | No
     if chosen is not None:  # other workers may do the same at the same time, in meetings of their own
         what = f"{what} with workers={chosen}"
     job, why = Job(what, trees, optimizers, chosen), None
-    with within(None):  # the calls belong to no context that may be open
+    # The desk takes two calls of one worker for a disagreement, so a call waits for that of another thread.
+    alone: threading.Lock = me.kept.setdefault(f"saves in {folder}", threading.Lock())
+    with alone, within(None):  # the calls belong to no context that may be open
         try:
             job.meet()
             yield job

@@ -79,7 +79,7 @@ def save(
     if not keep >= 1:
         raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
     folder = _folder("save", path)
-    with together(f"save({str(path)!r}, {number})", trees, optimizers, workers) as job:
+    with together(f"save({str(path)!r}, {number})", folder, trees, optimizers, workers) as job:
         job.agree(lambda: _write(job, folder, number, keep) if job.leads else None)
 
 
@@ -174,7 +174,7 @@ def restore(
     folder = _folder("restore", path)
     files.orbax()
     asked = "" if number is None else f", step={number}"
-    with together(f"restore({str(path)!r}{asked})", trees, optimizers, workers) as job:
+    with together(f"restore({str(path)!r}{asked})", folder, trees, optimizers, workers) as job:
         chosen = job.agree(lambda: _chosen(folder, number) if job.leads else None, everybody=True)[job.leader]
         if chosen is None:
             return 0, replaced(trees, iter([leaf.given for leaf in job.of_trees]))

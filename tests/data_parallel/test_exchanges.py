@@ -97,6 +97,22 @@ def test_what_ranks_change_in_objects_afterwards_is_their_own(world, rank, size)
     assert [one["rows"] for one in again] == [[other, -1] for other in range(size)]
 
 
+@pytest.mark.one_process  # over MPI it can be pickled
+def test_an_object_that_cannot_be_copied_leaves_the_ranks_together():
+    def main():
+        me, c = jd.init(), of_this_world()
+        endless = []
+        endless.append(endless)
+        if me.rank == 1:
+            with pytest.raises(RecursionError):
+                c.allgather_object(endless)
+        found = c.allgather_object(me.rank)
+        jd.shutdown()
+        return found
+
+    assert jd.spawn(main, 3) == [[0, 1, 2]] * 3
+
+
 @on_every_worker
 def test_objects_with_large_and_small_arrays(world, rank, size):
     def mine(rank):

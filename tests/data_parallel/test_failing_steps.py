@@ -82,14 +82,22 @@ def test_ctrl_c_in_a_step_closes_a_data_parallel(big_world, rank, size):
     np.testing.assert_allclose(other.average(jnp.full(2, 1.0 + rank)), np.full(2, (size + 1) / 2))
 
 
-def test_collectives_refuse_further_use_after_ctrl_c_inside_an_operation(monkeypatch):
+@pytest.mark.parametrize(
+    ("at", "name", "operation"),
+    [
+        ("on_host", "sum", lambda everybody: everybody.eager("sum", jnp.ones(3))),
+        ("announce", "a barrier", lambda everybody: everybody.barrier()),
+    ],
+)
+def test_collectives_refuse_further_use_after_ctrl_c_inside_an_operation(monkeypatch, at, name, operation):
     # Otherwise this rank's next operation would meet the others' interrupted one.
     with jd.local_workers(1):
         everybody = jd.collectives.of_this_world()
-        monkeypatch.setattr(everybody, "on_host", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            everybody.eager("sum", jnp.ones(3))
-        with pytest.raises(CollectiveError, match=r"Ctrl-C has ended sum.*Make new ones, on every rank"):
+        with monkeypatch.context() as patch:
+            patch.setattr(everybody, at, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                operation(everybody)
+        with pytest.raises(CollectiveError, match=rf"Ctrl-C has ended {name}.*Make new ones, on every rank"):
             everybody.allgather_object("x")
 
 

@@ -1,6 +1,8 @@
 """Checkpoints of whole jobs: every kind of value comes back bit for bit, on any number of workers; errors."""
 
+import concurrent.futures
 import contextlib
+import contextvars
 import dataclasses
 import json
 import math
@@ -22,7 +24,10 @@ from helpers.worlds import last, nap, rank
 
 import jdistgrad as jd
 from jdistgrad._compat import weakly_typed
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.rpc.worlds.stacks import waits_of
 from jdistgrad.saving import files
+from jdistgrad.wire.polling import poll
 
 pytestmark = pytest.mark.one_process  # under mpirun each rank has a temporary folder of its own
 
@@ -385,6 +390,32 @@ def big_after(event, seed):
 
 def fail(seconds):
     raise ValueError("boom")
+
+
+def test_a_save_waits_for_that_of_another_thread_of_its_worker(tmp_path):
+    """Otherwise those of two steps, in which this worker is at the same time, would be taken for a disagreement."""
+    both_begun = threading.Barrier(3, timeout=60)
+
+    def main():
+        jd.init()
+        tree, worker = jd.per_worker(jnp.ones(3)), current_worker()
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            if jd.rank() < 2:
+                first = pool.submit(contextvars.copy_context().run, jd.save, tmp_path, 100, tree)
+                assert poll(lambda: any(", 100)" in one for one in waits_of(worker, time.monotonic())), 60)
+                second = pool.submit(contextvars.copy_context().run, jd.save, tmp_path, 200, tree)
+                poll(lambda: any(", 200)" in one for one in waits_of(worker, time.monotonic())), 0.5)
+                both_begun.wait()
+                first.result(60)
+                second.result(60)
+            else:
+                both_begun.wait()
+                jd.save(tmp_path, 100, tree)
+                jd.save(tmp_path, 200, tree)
+        jd.shutdown()
+
+    jd.spawn(main, 3)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["100", "200"]
 
 
 def test_ctrl_c_ends_a_save_on_all_ranks_and_the_next_one_is_right(tmp_path, monkeypatch):

@@ -123,6 +123,8 @@ def give_up(name: Name, place: int, seconds: float, cause: str) -> None:
     """End a meeting to which not all have come, since a rank waits no longer. Served by the first rank's worker."""
     kept = _meetings()
     with kept.lock:
+        if name not in kept.ends:  # all have come
+            return
         end, missing = kept.ends[name], set(range(len(name.ranks))) - set(kept.words[name]) - {place}
     _decide(end, Outcome([], sorted(missing), seconds, cause))
 

@@ -53,12 +53,12 @@ def keep_until_ended(request: Any, *memory: Any) -> None:
 
 
 @contextlib.contextmanager
-def naming_lost(ranks: Sequence[int], what: str, *, patient: bool = True) -> Iterator[None]:
+def naming_lost(ranks: Sequence[int], what: str) -> Iterator[None]:
     """Let errors of MPI in the block that come from the loss of a worker among these ranks name it."""
     try:
         yield
     except Exception as error:
-        raise_lost(error, ranks, what, patient=patient)
+        raise_lost(error, ranks, what)
         raise
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from jdistgrad.data_parallel.collectives.base import Op
-from jdistgrad.data_parallel.collectives.host import HostCollectives, combined
+from jdistgrad.data_parallel.collectives.host import HostCollectives, combined, described
 from jdistgrad.data_parallel.collectives.primitive import Route
 from jdistgrad.data_parallel.collectives.roll_call import Meeting, missing_ranks, waits_no_longer
 from jdistgrad.data_parallel.collectives.send_recv import Check, Peer, wait_for_letter
@@ -201,7 +201,7 @@ class Local(HostCollectives):
         self._exchange("the end of a broadcast", None)
 
     def moved(self, name: str, memory: np.ndarray, how: Any) -> np.ndarray:
-        shared = self._exchange(f"{name} of {memory.dtype}{list(memory.shape)}", memory)
+        shared = self._exchange(described(name, memory, how), memory)
         if name == "allgather":
             found = np.stack(shared)
         elif isinstance(how, Route):
@@ -215,8 +215,11 @@ class Local(HostCollectives):
         self._exchange(f"the end of {name}", None)
         return found
 
+    def _gathered(self, text: str, value: Any) -> list[Any]:
+        return [trees.steady(one) for one in super()._gathered(text, trees.steady(value))]
+
     def gather_objects(self, value: Any) -> list[Any]:
-        return [trees.steady(one) for one in self._exchange("a gather of objects", trees.steady(value))]
+        return self._exchange("a gather of objects", value)
 
     def send_letter(self, x: np.ndarray, words: str, peer: Peer) -> None:
         self.keeper()

@@ -108,16 +108,19 @@ class MPI(HostCollectives):
         from mpi4py import MPI as mpi  # noqa: N811
 
         everybody = bytearray(len(word) * self.size)
-        with communicators.naming_lost(self.world_ranks, what, patient=not self.voting):
+        try:
             request = self.comm.Iallgather(word, everybody)
             communicators.keep(request, word, everybody)
             together = self.together(what, blocking=False)
+        except Exception as error:
+            self._raise_lost(error, what)
+            raise
 
         def has_ended() -> bool:
             try:
                 return bool(request.Test())
             except Exception as error:
-                raise_lost(error, self.world_ranks, what, patient=not self.voting)
+                self._raise_lost(error, what)
                 raise
 
         def wait(timeout: float) -> list[bytes]:
@@ -131,6 +134,11 @@ class MPI(HostCollectives):
             return [bytes(everybody[k : k + len(word)]) for k in range(0, len(everybody), len(word))]
 
         return wait, has_ended
+
+    def _raise_lost(self, error: Exception, what: str) -> None:
+        raise_lost(error, self.world_ranks, what, patient=not self.voting)
+        if self._interrupt is not None:  # of a rank that nobody knows to be lost yet
+            raise_lost(error, self.world_ranks, what, patient=False)
 
     def _wait_for(self, has_ended: Callable[[], bool], what: str, timeout: float, together: WatchedBlock) -> None:
         def check() -> None:

@@ -171,18 +171,19 @@ def agree(collectives: Any, text: str, timeout: float, wait: Meeting | None = No
       DisagreementError: the ranks announce different operations. All ranks raise it.
       MissingRanksError: some ranks have not come in time.
     """
-    if wait is None:
-        wait = collectives.announce(word_of(collectives, text), text)
-    try:
-        words = [unpack(word) for word in wait(timeout)]
-    except BaseException as error:
-        _refuse(collectives, text, error)
-        raise
-    elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
-    if elsewhere is not None:
-        raise disagreement(words, collectives.rank, elsewhere)
-    if len(set(words)) > 1:
-        require_same_texts(collectives.gather_objects(text))
+    with undivided(collectives, text):
+        if wait is None:
+            wait = collectives.announce(word_of(collectives, text), text)
+        try:
+            words = [unpack(word) for word in wait(timeout)]
+        except Exception as error:
+            _refuse(collectives, text, error)
+            raise
+        elsewhere = next((rank for rank, its in enumerate(words) if its.act is not Act.OPERATE), None)
+        if elsewhere is not None:
+            raise disagreement(words, collectives.rank, elsewhere)
+        if len(set(words)) > 1:
+            require_same_texts(collectives.gather_objects(text))
 
 
 def require_same_texts(said: Sequence[str]) -> None:

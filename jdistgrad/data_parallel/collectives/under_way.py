@@ -64,7 +64,7 @@ class UnderWay:
     def __init__(self) -> None:
         self._launches: collections.deque[Launch] = collections.deque()
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._any, self._over = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, what: str, block: WatchedBlock, inputs: Iterable[Any], timeout: float) -> Launch:
@@ -79,6 +79,7 @@ class UnderWay:
             if self._thread is None:
                 self._thread = started(self._watch, "jdistgrad-devices")
                 atexit.register(self.end)
+        self._any.set()
         return launch
 
     def end(self) -> None:
@@ -87,6 +88,7 @@ class UnderWay:
         while any(one.done is not None and not one.has_ended() for one in self._launches.copy()):
             time.sleep(END_SECONDS)
         self._over.set()
+        self._any.set()
         join_soon([self._thread])
 
     def give_up(self, launch: Launch) -> None:
@@ -111,10 +113,12 @@ class UnderWay:
                     launch.block.end_job(f"{launch.what}, a program over the devices of all ranks, failed: {error}")
 
     def _watch(self) -> None:
-        while not self._over.wait(LOOK_SECONDS):
+        while self._any.wait() and not self._over.wait(LOOK_SECONDS):
             self._drop_ended()
             with self._lock:
                 first = self._launches[0] if self._launches else None
+                if first is None:
+                    self._any.clear()
             if first is None or not first.overdue():
                 continue
             text = f"{first.block.me} has waited {first.timeout:g} s for {first.what}, a program over all devices. "

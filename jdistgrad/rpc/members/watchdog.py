@@ -256,7 +256,7 @@ class Watchdog:
         shared = [one for one in self._waits() if asker in one.peers]
         awaits = frozenset(one.entry for one in shared if not one.blocking)
         there = any(one.entry == entry for one in shared)
-        running = [one.function for one in list(self._mailbox.running.values())]
+        running = [one.function for one in list(self._mailbox.running.values()) if one.thread]
         serves_users = any(one is not location and one is not deadlocked for one in running)
         if self._closing.only_serves:
             place, closing = "jdistgrad.local_workers(), without a program", ONLY_SERVES
