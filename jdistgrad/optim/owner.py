@@ -21,7 +21,6 @@ from jdistgrad.optim import restoring
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, shown_as
 from jdistgrad.rpc.references.rref import RRef
-from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import current_worker
 
 LEAF = jax.tree.structure(0)
@@ -92,7 +91,7 @@ class OwnedParameters:
         except Exception as error:
             text = f"the transformation gets the list of the values that are optimized here, {len(values)} of them. "
             more = "A tree of masks or labels is such a list too, or a function of the list."
-            add_note(error, f"{current_worker().info}: {text}{more}")
+            error.add_note(f"{current_worker().info}: {text}{more}")
             raise
 
         def update(

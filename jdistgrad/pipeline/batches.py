@@ -76,7 +76,7 @@ def _rows_of(given: Any) -> int | None:
 
 def split(arguments: tuple[Any, ...], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
     """Return each microbatch of arguments, whose sizes are those of ``sizes_of``."""
-    leaves, tree = jax.tree.flatten(arguments, is_leaf=_is_whole)
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, Whole))
     ends = [0, *itertools.accumulate(sizes)]
     pieces = []
     for leaf in leaves:
@@ -87,10 +87,6 @@ def split(arguments: tuple[Any, ...], sizes: Sequence[int]) -> list[tuple[Any, .
             leaf = np.asarray(leaf)  # its slices are the same memory; JAX would compile a program for each
         pieces.append([leaf[start:end] for start, end in itertools.pairwise(ends)])
     return [jax.tree.unflatten(tree, [mine[k] for mine in pieces]) for k in range(len(sizes))]
-
-
-def _is_whole(leaf: Any) -> bool:
-    return isinstance(leaf, Whole)
 
 
 def _named(path: Any) -> str:

@@ -16,7 +16,6 @@ from jdistgrad.pipeline.under_way import doing, forget_done, tell_replicas, wait
 from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.references.rref import RRef, remote
-from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.schedules.playing import check
 from jdistgrad.schedules.schedule import Schedule
@@ -146,7 +145,7 @@ class Program:
                 found = f"lost, with stages {sorted(self._parts[index].functions)}"
             else:
                 found = asked[index].result() if failed is None else f"no answer within {ANSWER_SECONDS:g} s"
-            add_note(error, f"{worker.directory.workers[self._ranks[index]]}: {found}.")
+            error.add_note(f"{worker.directory.workers[self._ranks[index]]}: {found}.")
 
     def _tell_replicas(self, worker: Worker, step: int) -> None:
         """Let the next step of replicas fail that have averaged with this one, which has failed since."""

@@ -28,7 +28,6 @@ from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.references.table import value_of
 from jdistgrad.rpc.scopes import Inbox
-from jdistgrad.rpc.serving.failures import add_note
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.schedules.schedule import Action, Kind
 
@@ -257,9 +256,9 @@ class Run:
 
     def _name(self, error: BaseException, what: str) -> None:
         if not self._failed_elsewhere:
-            add_note(error, f"In {what}, on {self._worker.info}.")
+            error.add_note(f"In {what}, on {self._worker.info}.")
         elif isinstance(error, CallTimeoutError | WorkerLostError):  # which name no action
-            add_note(error, f"{self._worker.info}: {self.doing()}.")
+            error.add_note(f"{self._worker.info}: {self.doing()}.")
 
     # The actions.
 

@@ -67,7 +67,7 @@ class Worker(Mailbox):
 
     def lost(self, peer: int, why: str) -> None:
         self.peers.silent.discard(peer)
-        if self.survives and self.closing.told:
+        if self.survives and self.closing.told_to_close.is_set():
             self.closing.gone.add(peer)
         else:
             self.peers.lose(peer, why)

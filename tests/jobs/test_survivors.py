@@ -41,14 +41,6 @@ PREFACE = """
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def stand_still():
-        os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(60)  # the other threads stop first
-
-    def tell_process():
-        told["process"] = os.getpid()
-        return os.getpid()
-
     def owned():
         from jdistgrad.rpc.worker import current_worker
         return len(current_worker().references.owned.entries)
@@ -492,24 +484,6 @@ def test_a_rank_that_fails_after_the_end_of_the_world_counts(surviving_job):
         assert me.rank != 1, "the result is wrong"
         """,
     ).expect("AssertionError: the result is wrong", status=1)
-
-
-def test_a_job_ends_with_its_last_worker_that_moves(surviving_job):
-    surviving_job(
-        2,
-        """
-        import pathlib
-
-        me = jd.init()
-        if me.rank == 1:
-            until(lambda: told)
-            stand_still()
-        stat = pathlib.Path(f"/proc/{jd.rpc_sync(1, tell_process)}/stat")
-        until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T")
-        raise ValueError("no more data")
-        """,
-        JDISTGRAD_SILENCE="3",
-    ).expect("no other worker gave a sign of life, to go on without it; ending the job", status=None)
 
 
 def test_a_job_that_was_not_started_to_survive_says_so(mpi_job):

@@ -166,7 +166,7 @@ def test_a_world_stays_open_while_a_thread_returns_what_was_dropped():
                 found = dropped()
                 if found:
                     slow.set()
-                    if poll(lambda: closing.told or closing._round > 5, 30):
+                    if poll(lambda: closing.told_to_close.is_set() or closing._round > 5, 30):
                         surveyed.set()
                 return found
 

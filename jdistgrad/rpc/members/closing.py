@@ -43,7 +43,7 @@ class Closing:
         self._mailbox, self._caller, self._peers = mailbox, caller, peers
         self._losses, self._releasing = losses, releasing
         self.wanted = self.only_serves = False
-        self._told_to_close = threading.Event()
+        self.told_to_close = threading.Event()
         self.gone: set[int] = set()
         self.since = 0.0
         self._survey, self._round, self._round_complete = Survey(mailbox.size), 0, threading.Event()
@@ -52,18 +52,13 @@ class Closing:
         self.gave_up: str | None = None
 
     @property
-    def told(self) -> bool:
-        """Return whether the world is closing: nobody needs a worker that ends from now on."""
-        return self._told_to_close.is_set()
-
-    @property
     def conductor(self) -> int:
         """Return the rank of the worker that finds out when the world is quiet."""
         return min(set(range(self._mailbox.size)) - self._peers.lost.keys(), default=self._mailbox.rank)
 
     def awaited(self) -> set[int]:
         """Return the ranks of the workers whose silence would keep this worker from closing."""
-        if not self.wanted or self.told:
+        if not self.wanted or self.told_to_close.is_set():
             return set()
         return {self.conductor} if self._mailbox.rank != self.conductor else set(range(self._mailbox.size))
 
@@ -87,10 +82,10 @@ class Closing:
         self.wanted, self.since = True, now
         mailbox.transport.serve_only(only=True)
         try:
-            while not self.told:
+            while not self.told_to_close.is_set():
                 if mailbox.rank == self.conductor:
                     self._conduct()
-                self._wait(self._told_to_close)
+                self._wait(self.told_to_close)
             if mailbox.survives:
                 everybody = set(range(mailbox.size))
                 poll(lambda: self.gone | self._peers.lost.keys() | {mailbox.rank} >= everybody, TOGETHER_SECONDS)
@@ -175,7 +170,7 @@ class Closing:
         if self._mailbox.rank != self.conductor:
             self._ask_everybody()
         end = time.monotonic() + ASK_SECONDS
-        while not (self.told or time.monotonic() > end or self._round_complete.wait(LOOK_SECONDS)):
+        while not (self.told_to_close.is_set() or time.monotonic() > end or self._round_complete.wait(LOOK_SECONDS)):
             pass
         return {**self._survey.before, **self._survey.reports}
 
@@ -191,10 +186,12 @@ class Closing:
                 self._round_complete.set()
         elif message.kind is Kind.CLOSE and self.wanted:
             self.gone.add(message.source)
-            if self._mailbox.survives and not self.told:  # the first one to say so may have died meanwhile
-                self._told_to_close.set()
+            if (
+                self._mailbox.survives and not self.told_to_close.is_set()
+            ):  # the first one to say so may have died meanwhile
+                self.told_to_close.set()
                 self._tell_all(Kind.CLOSE)
-            self._told_to_close.set()
+            self.told_to_close.set()
         elif message.kind is Kind.CLOSE:  # this worker timed out just as the others found the world quiet
             for peer in set(range(self._mailbox.size)) - {self._mailbox.rank}:
                 self._peers.lose(peer, "the world was shut down without waiting for this worker any longer")

@@ -81,10 +81,6 @@ def in_short(error: BaseException) -> str:
     return line if line == text else f"{line} ..."
 
 
-def add_note(error: BaseException, note: str) -> None:
-    error.__notes__ = [*_notes(error), note]
-
-
 def _notes(error: BaseException | None) -> list[str]:
     return list(getattr(error, "__notes__", []))
 

@@ -18,7 +18,7 @@ from jdistgrad.rpc.mailbox import Mailbox, Running
 from jdistgrad.rpc.references.claims import StandIn
 from jdistgrad.rpc.references.rref import ByReference, RRef
 from jdistgrad.rpc.scopes import ScopeTable
-from jdistgrad.rpc.serving.failures import Failure, add_note, pack, spelled
+from jdistgrad.rpc.serving.failures import Failure, pack, spelled
 from jdistgrad.wire.message import Kind, Message
 
 OF_REFERENCES = "owner", "to_here", "local_value", "is_owner", "rpc_sync", "rpc_async", "remote"
@@ -86,7 +86,7 @@ class Served(Running):
             if isinstance(function, ServedFunction):
                 function.failed(error)
             if isinstance(error, AttributeError) and error.name in OF_REFERENCES:
-                add_note(error, BY_VALUE)
+                error.add_note(BY_VALUE)
             raise
 
     def _end(self, result: Any, error: BaseException | None) -> None:

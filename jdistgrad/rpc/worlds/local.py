@@ -13,7 +13,7 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.calls.caller import checked_timeout
 from jdistgrad.rpc.current import seat
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.serving.failures import add_note, in_short
+from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds.opening import close, open_local, refuse_second_world
 from jdistgrad.rpc.worlds.worlds import shutdown
@@ -68,7 +68,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
                 raise errors.WorldError(f"the main of rank {rank} returned {how}", worker=rank)
         except BaseException as error:
             failures.append(error)
-            add_note(error, f"raised by the main of rank {rank} of spawn")
+            error.add_note(f"raised by the main of rank {rank} of spawn")
             hub.fail(errors.WorkerLostError(f"the main of rank {rank} failed: {in_short(error)}", worker=rank))
             worker = find_worker()
             if worker is not None and not worker.closed:  # its threads end; later worlds use what it has compiled

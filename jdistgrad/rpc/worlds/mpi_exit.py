@@ -42,7 +42,7 @@ def guard(rank: int) -> None:
         if error is not _reported:
             previous(kind, error, trace)
         if _latest is not None and _latest.survives:
-            if _latest.closing.told:
+            if _latest.closing.told_to_close.is_set():
                 launcher_env.leave_note(launcher_env.FAILED)
             _die(_latest, f"it failed: {in_short(error)}")
         else:
