@@ -1,7 +1,14 @@
-"""Prints the tables of docs/first-mistakes.md: what somebody may try first, and the error that answers."""
+"""Prints the tables of docs/first-mistakes.md: what somebody may try first, and the error that answers.
 
+python docs/programs/first_mistakes.py --write    # into the page: what to do after a change of an error's words
+"""
+
+import contextlib
+import io
+import pathlib
 import pickle
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -130,4 +137,10 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if "--write" in sys.argv:
+        page = pathlib.Path(__file__).parents[1] / "first-mistakes.md"
+        with contextlib.redirect_stdout(io.StringIO()) as tables:
+            main()
+        page.write_text(page.read_text().split("\n## ")[0] + "\n" + tables.getvalue().rstrip() + "\n")
+    else:
+        main()
