@@ -13,10 +13,10 @@ import numpy as np
 from jdistgrad.data_parallel.collectives.base import Op
 from jdistgrad.data_parallel.collectives.host import HostCollectives, combined, described
 from jdistgrad.data_parallel.collectives.primitive import Route
-from jdistgrad.data_parallel.collectives.roll_call import Meeting, missing_ranks, waits_no_longer
+from jdistgrad.data_parallel.collectives.roll_call import Meeting, missing_ranks, require_same_texts, waits_no_longer
 from jdistgrad.data_parallel.collectives.send_recv import Check, Peer, wait_for_letter
 from jdistgrad.data_parallel.collectives.world import FOR_ANY_WORLD, CollectiveEntry, WatchedBlock, is_local
-from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorldClosedError
+from jdistgrad.errors import CollectiveError, MissingRanksError, WorldClosedError
 from jdistgrad.ffi.dispatch import finish_programs
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.worker import Worker, current_worker
@@ -73,14 +73,7 @@ class Board:
             self._taken[turn] += 1
             if self._taken[turn] == self.size:
                 del self._taken[turn], self._rounds[turn]
-        kinds = [pinned[rank][0] for rank in range(self.size)]
-        other = next((rank for rank, kind in enumerate(kinds) if kind != kinds[0]), None)
-        if other is not None:
-            raise DisagreementError(
-                f"the ranks are not in the same operation: rank 0 is in {kinds[0]}, rank {other} in {kinds[other]}. "
-                "Every rank must call the same operations in the same order.",
-                rank=other,
-            )
+        require_same_texts([pinned[rank][0] for rank in range(self.size)])
         return [pinned[rank][1] for rank in range(self.size)]
 
     def put(self, sender: int, receiver: int, tag: int, letter: Letter) -> None:
