@@ -12,7 +12,7 @@ from jdistgrad.autograd.values.primitive import settle
 from jdistgrad.corrections import Corrected
 from jdistgrad.errors import ContextError, DifferentiationError, EncodingError
 from jdistgrad.rpc.current import current_scope, within
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.scopes import Scope, closed_error
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire.ids import spell

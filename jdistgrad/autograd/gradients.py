@@ -16,8 +16,8 @@ from jdistgrad.corrections import Elsewhere
 from jdistgrad.errors import ContextError, DifferentiationError, EncodingError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.references.handles import HANDLE, NO_MARKS, marks_of, renewed
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.handles import HANDLE, NO_MARKS, marks_of, renewed
+from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import spell

@@ -11,12 +11,12 @@ from jdistgrad.autograd.operations.remote_calls import CallRemote
 from jdistgrad.autograd.values.holes import Layout, Results, is_array, operands_of, split
 from jdistgrad.autograd.values.typed import plain
 from jdistgrad.rpc import traced_hook, trees
+from jdistgrad.rpc.claims import StandIn
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.futures import done_future
-from jdistgrad.rpc.references.claims import StandIn
-from jdistgrad.rpc.references.handles import with_marks
-from jdistgrad.rpc.references.rref import RRef, staged_reference
-from jdistgrad.rpc.references.weights import WHOLE
+from jdistgrad.rpc.handles import with_marks
+from jdistgrad.rpc.rref import RRef, staged_reference
+from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 

@@ -106,7 +106,7 @@ def find_spec(name: str) -> Any:
 
 def check_workers(n: int) -> None:
     """Raise LauncherError if one process should not have ``n`` workers."""
-    from jdistgrad.rpc.worlds.local import checked_size
+    from jdistgrad.rpc.local_workers import checked_size
 
     try:
         checked_size(n)
@@ -122,7 +122,7 @@ def check_workers(n: int) -> None:
 def run_local(n: int, arguments: Sequence[str]) -> int:
     """Run a program as ``n`` workers that are threads of this process, and return the exit status."""
     from jdistgrad.ffi.dispatch import run_programs_where_they_are_called
-    from jdistgrad.rpc.worlds.local import spawn
+    from jdistgrad.rpc.local_workers import spawn
 
     if pathlib.Path(arguments[1] if arguments[0] == "-m" else arguments[0]).name in ("pytest", "py.test"):
         raise LauncherError(

@@ -36,7 +36,7 @@ from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 
 P = ParamSpec("P")
 V = TypeVar("V")

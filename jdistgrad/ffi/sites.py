@@ -190,6 +190,8 @@ def cancel_all() -> None:
 # Starts at random, so that a program compiled in another process finds no site here by accident.
 _numbers = itertools.count(secrets.randbits(62))
 _sites: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
+# Empty if no compiled program of this process calls Python here.
+registered: dict[int, Any] = _sites.data  # type: ignore[attr-defined]
 _threads = ThreadPool("jdistgrad-compiled")
 waiting = WaitingPrograms()
 _under_way: set[SiteCall] = set()
@@ -203,11 +205,6 @@ _by_xla: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_by_xla
 def in_callers_context() -> bool:
     """Return whether a site's function runs in the context of the Python code that has called the program."""
     return not _by_xla.get()
-
-
-def any_sites() -> bool:
-    """Return whether any compiled program of this process calls Python here."""
-    return bool(_sites)
 
 
 @called_by_c

@@ -13,7 +13,7 @@ from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.blueprint import Blueprint
 from jdistgrad.rpc.fingerprints import fingerprint
 from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 
 Made = tuple[Any, Any]  # parameters, and the module's other arrays, its state
 Mode = tuple[Any, ...]

@@ -9,11 +9,11 @@ import jax
 from jdistgrad.corrections import Corrected
 from jdistgrad.optim import restoring
 from jdistgrad.rpc import api
-from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.caller import AnyWorker
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.futures import CallFuture
-from jdistgrad.rpc.references.rref import RRef, by_reference, references_kept
+from jdistgrad.rpc.rref import RRef, by_reference, references_kept
 from jdistgrad.rpc.worker import current_worker
 
 

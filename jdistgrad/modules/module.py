@@ -11,7 +11,7 @@ from jdistgrad.modules.applying import Apply, apply_of, make
 from jdistgrad.modules.blueprint import blueprint
 from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.rpc import api
-from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.caller import AnyWorker
 from jdistgrad.rpc.functions import Args
 
 

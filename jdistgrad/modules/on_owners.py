@@ -12,7 +12,7 @@ from jdistgrad.autograd.tape.contributions import gradient_of
 from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import current_scope, within
-from jdistgrad.rpc.references.rref import RRef, by_reference
+from jdistgrad.rpc.rref import RRef, by_reference
 
 
 def get(tree: Any, *, timeout: float | None = None) -> Any:

@@ -24,8 +24,8 @@ from jdistgrad.optim import owner
 from jdistgrad.optim.averaging import with_extra_arguments
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.references.handles import NO_MARKS
-from jdistgrad.rpc.references.rref import RRef, by_reference, references_kept
+from jdistgrad.rpc.handles import NO_MARKS
+from jdistgrad.rpc.rref import RRef, by_reference, references_kept
 from jdistgrad.rpc.worker import current_worker
 
 

@@ -20,7 +20,7 @@ from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim import restoring
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, shown_as
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 
 LEAF = jax.tree.structure(0)

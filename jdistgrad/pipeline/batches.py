@@ -11,7 +11,7 @@ import numpy as np
 
 from jdistgrad.data_parallel.reducing.averaging import host_device
 from jdistgrad.rpc.current import once_for_all
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 from jdistgrad.wire.arrays import as_jax_array, identity
 
 

@@ -14,7 +14,7 @@ from jdistgrad.pipeline.plans import as_stage
 from jdistgrad.pipeline.program import Program
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought
-from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
+from jdistgrad.rpc.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
 from jdistgrad.schedules.schedule import Kind, Schedule

@@ -8,9 +8,9 @@ import jax
 
 from jdistgrad.errors import ScheduleError
 from jdistgrad.pipeline.stages import Stage, StageFunction
-from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.caller import AnyWorker
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.schedules.schedule import Action, Schedule
 

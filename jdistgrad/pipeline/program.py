@@ -13,9 +13,9 @@ from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Brought, Done, Keep, Share
 from jdistgrad.pipeline.stages import BATCH, Stage, StageFunction
 from jdistgrad.pipeline.under_way import doing, forget_done, tell_replicas, wait_for_any
-from jdistgrad.rpc.calls.caller import AnyWorker, checked_timeout
+from jdistgrad.rpc.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope, within
-from jdistgrad.rpc.references.rref import RRef, remote
+from jdistgrad.rpc.rref import RRef, remote
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.schedules.playing import check
 from jdistgrad.schedules.schedule import Schedule

@@ -26,7 +26,7 @@ from jdistgrad.pipeline.stages import BATCH, Recording, Sum, plus, scalar_of, wi
 from jdistgrad.pipeline.under_way import Averages, UnderWay, forget_done, wait_for_any
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import ServedFunction
-from jdistgrad.rpc.references.table import value_of
+from jdistgrad.rpc.references import value_of
 from jdistgrad.rpc.scopes import Inbox
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.schedules.schedule import Action, Kind

@@ -13,7 +13,7 @@ from typing import Any
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import Worker
 
 Told = concurrent.futures.Future[None]

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Never, TypeVar, overload
 
-from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc import rref
+from jdistgrad.rpc.caller import AnyWorker
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import CallFuture, CallFutures
 from jdistgrad.rpc.mailbox import current_mailbox
-from jdistgrad.rpc.references import rref
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 
 T = TypeVar("T")
 

@@ -23,11 +23,11 @@ import numpy as np
 
 from jdistgrad._compat import static_arguments
 from jdistgrad.errors import FunctionError
-from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc.caller import Caller
+from jdistgrad.rpc.claims import encoding
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import JITTED, import_path, lookup, registered, registered_name, shown_as
 from jdistgrad.rpc.mailbox import current_part, find_mailbox
-from jdistgrad.rpc.references.claims import encoding
 from jdistgrad.rpc.traced_hook import EMPTY
 from jdistgrad.wire import arrays, pinned
 from jdistgrad.wire.arrays import ArrayBlock
@@ -68,7 +68,7 @@ def from_cache(stream: bytes) -> Cached[Any]:
 
 OWN: set[type] = {ArrayBlock, Cached}  # classes that define ``__reduce__`` for messages
 
-_asked_for: set[tuple[Path, int]] = set()  # functions of the program that a worker did not have, with their likeness
+asked_for: set[tuple[Path, int]] = set()  # functions of the program that a worker did not have, with their likeness
 _sent: "weakref.WeakKeyDictionary[Any, tuple[Any, bytes | None]]" = weakref.WeakKeyDictionary()
 
 
@@ -121,7 +121,7 @@ class ObjectPickler(cloudpickle.Pickler):
 
     def of_program(self, value: Any, path: Path) -> Any:
         like, mailbox = likeness(value), find_mailbox()
-        if mailbox is not None and (path, like) not in _asked_for:
+        if mailbox is not None and (path, like) not in asked_for:
             return own_or_sent, (*path, like, None, mailbox.rank)
         code = code_of(value)
         return self.by_value(value) if code is None else (own_or_sent, (*path, like, code))
@@ -210,7 +210,7 @@ def code_of_own(module: str, qualname: str, like: int) -> bytes:
             "level of a module or script that all workers have.",
             function=f"{module}.{qualname}",
         )
-    _asked_for.add(((module, qualname), like))
+    asked_for.add(((module, qualname), like))
     return code
 
 

@@ -4,20 +4,33 @@ Functions and classes travel by name if the name leads back to them, else by val
 """
 
 import contextlib
+import functools
 import io
+import math
 import pickle
+import struct
 from collections.abc import Iterator
 from typing import Any
 
 import jax
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
-from jdistgrad.rpc import by_value, trees
-from jdistgrad.rpc.references.claims import Shipment, decoding, encoding
-from jdistgrad.rpc.serving.failures import spelled
+from jdistgrad.rpc import by_value, prepared, trees
+from jdistgrad.rpc.claims import Shipment, decoding, encoding
+from jdistgrad.rpc.failures import spelled
 from jdistgrad.wire import arrays, pinned
-from jdistgrad.wire.frames import is_bulk
 from jdistgrad.wire.message import Parcel
+
+KEPT, LONGEST = 1024, 1 << 12  # streams that are kept, and their bytes
+
+
+Key = tuple[int, ...]  # of a pushed value: fewer than 256 numbers
+
+
+@functools.cache
+def _numbers(count: int) -> struct.Struct:
+    """Return the form of a key: how many numbers it has, and the numbers."""
+    return struct.Struct(f"<B7x{count}q")
 
 
 class MessagePickler(by_value.ObjectPickler):
@@ -29,14 +42,38 @@ class MessagePickler(by_value.ObjectPickler):
 
 
 class PickleCodec:
-    """The codec of a world whose workers are processes."""
+    """The codec of a world whose workers are processes.
+
+    Values that differ from earlier ones only in the numbers of their arrays have the same stream, which is looked up.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[Any, bytes] = {}
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel:
+        copies = pinned.of_all(lambda: trees.leaves(value)) if pinned.accelerated() else pinned.NONE
+        found: prepared.Arrays = {}
+        key = prepared.key_of(value, found, copies)
+        stream = None if key is None else self._streams.get(key)
+        if stream is None:
+            parcel = self._pickled(value, copies, snapshot=snapshot)
+            if key is not None and len(parcel.buffers) == len(found) and len(parcel.stream) <= LONGEST:
+                self._remember(key, parcel.stream)
+            return parcel
+        raw = [prepared.memory_of(one) for one in found.values()]
+        return Parcel(stream, [_steady(one) for one in raw] if snapshot else raw)
+
+    def _remember(self, key: Any, stream: bytes) -> None:
+        if len(self._streams) >= KEPT:
+            self._streams.clear()
+        self._streams[key] = stream
+
+    def _pickled(self, value: Any, copies: pinned.Copies, *, snapshot: bool) -> Parcel:
         buffers: list[pickle.PickleBuffer] = []
         stream, shipment = io.BytesIO(), Shipment()
         pickler = MessagePickler(stream, protocol=5, buffer_callback=buffers.append)
+        pickler.copies = copies
         try:
-            pickler.copies = pinned.of_all(lambda: trees.leaves(value))
             with encoding(shipment):
                 pickler.dump(value)
             raw = [_steady(buffer.raw()) if snapshot else buffer.raw() for buffer in buffers]
@@ -45,7 +82,24 @@ class PickleCodec:
             if isinstance(error, DistgradError) or not isinstance(error, Exception):
                 raise
             raise self._explained(error, value) from error
-        return Parcel(memoryview(stream.getvalue()), raw, shipment.attachment(), shipment.take_back)
+        return Parcel(stream.getvalue(), raw, shipment.attachment(), shipment.take_back)
+
+    def encode_pushed(self, key: Key, value: Any) -> Parcel:
+        """Encode a value with its key. The arrays must not change until the parcel has been sent."""
+        parcel = self.encode(value, snapshot=False)
+        parcel.stream = b"".join((_numbers(len(key)).pack(len(key), *key), parcel.stream))
+        return parcel
+
+    def decode_pushed(self, parcel: Parcel) -> tuple[Key, Any]:
+        """Return the key and the value, with NumPy arrays: what compiled code takes need not be made JAX's first.
+
+        Only where there are accelerators, large arrays are JAX's, so that they are copied there once.
+        """
+        numbers = _numbers(parcel.stream[0])
+        _, *key = numbers.unpack_from(parcel.stream)
+        with arrays.as_numpy(arrays.ALIAS_FROM if pinned.accelerated() else math.inf):
+            value = self.decode(Parcel(parcel.stream[numbers.size :], parcel.buffers, parcel.attached))
+        return tuple(key), value
 
     def _explained(self, error: Exception, value: Any) -> DistgradError:
         """Return the error to raise, which names the part of the value that cannot be sent."""
@@ -67,9 +121,11 @@ class PickleCodec:
 
     def decode(self, parcel: Parcel) -> Any:
         try:
+            if not parcel.attached:
+                return pickle.loads(parcel.stream, buffers=parcel.buffers)
             with decoding(parcel.attached):
                 return pickle.loads(parcel.stream, buffers=parcel.buffers)
-        except (DistgradError, FloatingPointError):  # the latter from arrays, where jax_debug_nans is set
+        except DistgradError:
             raise
         except (AttributeError, ImportError) as error:
             raise FunctionError(
@@ -93,5 +149,5 @@ def hides_traced(value: Any) -> bool:
 
 def _steady(buffer: memoryview) -> memoryview:
     """Return bytes that cannot change while they wait to be sent. Small buffers are copied into the frame anyway."""
-    changes = is_bulk(buffer.nbytes) and (not buffer.readonly or arrays.may_be_written(buffer))
+    changes = buffer.nbytes >= arrays.ALIAS_FROM and (not buffer.readonly or arrays.may_be_written(buffer))
     return memoryview(bytearray(buffer)) if changes else buffer

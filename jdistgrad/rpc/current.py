@@ -104,8 +104,8 @@ class Slots:
 
 def current_resident() -> Resident:
     """Return the worker that this code runs on. Raises NotInitializedError if there is none."""
-    worker = find_resident()
-    if worker is None:
+    worker = _bound.get() or find_resident()
+    if worker is None or _left_behind:
         raise NotInitializedError(
             _left_behind
             or "there is no world here: jdistgrad.init() was not called, or shutdown() was. Call init() first; in a "

@@ -88,6 +88,8 @@ class Directory:
           UnknownWorkerError: there is no such worker; the message lists the workers of the world.
           ValueError: ``to`` is neither a name, a whole number nor an info.
         """
+        if type(to) is int and 0 <= to < len(self.workers):
+            return self.workers[to]
         if isinstance(to, WorkerInfo):
             found = self.workers[to.rank] if to in self.workers else None
         elif isinstance(to, str):

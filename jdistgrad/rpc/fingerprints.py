@@ -36,13 +36,6 @@ def equals_only_alike(value: Any) -> bool:
     return kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in ALIKE
 
 
-def functions_in(value: Any) -> list[Any]:
-    """Return the functions and classes in a value, but for those of Python's own containers."""
-    content = Content()
-    content.dump(value)
-    return list(content.functions.values())
-
-
 class Content(pickle.Pickler):
     """A digest of a value's pickle: what is compared is kept for long, and values may be large.
 

@@ -4,13 +4,14 @@ import concurrent.futures
 import threading
 import time
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar, Never, TypeVar, cast
 
 from jdistgrad.corrections import Corrected, Later
 from jdistgrad.errors import FunctionError
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.wire.interrupts import InterruptibleFuture
+from jdistgrad.wire.transport import Transport
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -33,9 +34,9 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
 
     corrections: ClassVar = dict.fromkeys(("wait", "value", "get", "to_here"), "result() waits and returns the value")
 
-    def __init__(self, wait_for: Callable[[Sequence[concurrent.futures.Future[Any]], float | None], None]):
+    def __init__(self, transport: Transport | None):
         super().__init__()
-        self._wait_for = wait_for
+        self._transport = transport  # None: it is done as soon as it is made
         self._open: Callable[[], Outcome] | None = None  # of an answer that nobody has read
         self._opening = threading.Lock()
         self._has_callbacks = False
@@ -69,6 +70,8 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
             super().set_result(cast("T", self._result))
         else:
             super().set_exception(self._exception)
+        if self._transport is not None:
+            self._transport.wake()
 
     def _read(self) -> None:
         with self._opening:
@@ -96,9 +99,13 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
             del error, self  # the traceback refers to this frame
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        start = time.monotonic()
-        self._wait_for((self,), timeout)
-        super().exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - start)))
+        if not self.done():
+            start = time.monotonic()
+            if self._transport is not None:
+                self._transport.wait_for((self,), timeout)
+            super().exception(None if timeout is None else max(0.0, timeout - (time.monotonic() - start)))
+        elif self.cancelled():
+            raise concurrent.futures.CancelledError
         self._read()
         return self._exception
 
@@ -108,7 +115,7 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         ``fn`` runs on a thread of this worker as soon as the result is there, or at once if it is there already. Calls
         that it makes belong to the context in which ``then`` was called. ``shutdown`` waits for ``fn``.
         """
-        after: CallFuture[U] = CallFuture(self._wait_for)
+        after: CallFuture[U] = CallFuture(self._transport)
         scope = current_scope()
 
         def run(future: concurrent.futures.Future[T]) -> None:
@@ -119,6 +126,8 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
             except BaseException as error:
                 outcome = None, error
             after.answer(lambda: outcome, lambda task: task())
+            if after._transport is not None:
+                after._transport.wake()
 
         self.add_done_callback(run)
         return after
@@ -155,7 +164,7 @@ class CallFutures(tuple[CallFuture[T], ...]):
 
 def done_future(compute: Callable[[], T]) -> CallFuture[T]:
     """Return a future of a result that is computed now, or of the exception that this raises."""
-    future: CallFuture[T] = CallFuture(lambda futures, timeout: None)
+    future: CallFuture[T] = CallFuture(None)
     outcome: Outcome
     try:
         outcome = compute(), None

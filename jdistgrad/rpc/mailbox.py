@@ -16,11 +16,9 @@ from jdistgrad.ffi import sites
 from jdistgrad.rpc import current, trees
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.layouts import Layouts
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.arrays import identity, may_be_written
 from jdistgrad.wire.ids import IdSource
-from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import CALLS, ENCODED, WORK, Codec, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task, Transport
 
@@ -45,10 +43,9 @@ class WorkCount:
         self._lock, self._rank = threading.Lock(), rank
         self._sent, self._received, self.serving = [0] * size, [0] * size, [0] * size
 
-    def sending(self, kind: Kind, peer: int, count: int = 1) -> None:
-        if kind in WORK:
-            with self._lock:
-                self._sent[peer] += count
+    def sending(self, peer: int, count: int = 1) -> None:
+        with self._lock:
+            self._sent[peer] += count
 
     def received(self, peer: int) -> None:
         with self._lock:
@@ -164,7 +161,6 @@ class Mailbox:
         self.closed = False
         self.refused: collections.Counter[int] = collections.Counter()
         self.note_gifts: Callable[[int, Parcel], None] | None = None
-        self._layouts = Layouts(self.codec)
         self.threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self.running: dict[int, Running] = {}
         self._parts: dict[type, Any] = {}
@@ -177,36 +173,48 @@ class Mailbox:
         found: P = self._parts[kind]
         return found
 
-    def post(self, peer: int, message: Message, *, snapshot: bool = True) -> int:
-        """Send a message, and count it if it carries work; return its bytes, 0 if nothing is encoded.
+    def post(self, peer: int, message: Message, *, snapshot: bool = True) -> Parcel | None:
+        """Send a message, and count it if it carries work; return its parcel, None if nothing is encoded.
+
+        On the main thread this is to be called in a block of ``put_off_interrupt``: a message that is half sent would
+        be counted and never come.
 
         ``snapshot``: the caller may change NumPy arrays, lists and dicts as soon as this returns. Without a snapshot
         these must not change until the message has been sent, and large arrays are not copied.
         """
-        with put_off_interrupt():
-            self.work.sending(message.kind, peer)
-            parcel: Parcel | None = None
-            try:
-                kind, body = message.kind, message.body
-                if isinstance(body, Parcel):
-                    body = _for_itself(body) if peer == self.rank else body
-                elif kind in ENCODED and body is not None and not self.hands_over and peer != self.rank:
-                    if kind is Kind.PUSH:
-                        body = parcel = self._layouts.encode(*body)
-                    else:
-                        body = parcel = self.codec.encode(body, snapshot=snapshot)
-                    if parcel.attached and self.note_gifts is not None:
-                        self.note_gifts(peer, parcel)
-                elif snapshot and kind in CALLS:
-                    body = _steady(body)
-                size = body.bytes if isinstance(body, Parcel) else 0
-                self.transport.send(peer, Message(kind, message.source, message.id, body))
-            except BaseException:
-                if parcel is not None and parcel.undo is not None:
-                    parcel.undo()
-                self.work.sending(message.kind, peer, -1)
-                raise
-        return size
+        kind, work, parcel = message.kind, message.kind in WORK, None
+        if work:
+            self.work.sending(peer)
+        try:
+            if message.body is not None and kind in ENCODED:
+                parcel = self._encode(peer, message, snapshot=snapshot)
+            self.transport.send(peer, message)
+        except BaseException:
+            if parcel is not None and parcel.undo is not None:
+                parcel.undo()
+            if work:
+                self.work.sending(peer, -1)
+            raise
+        return parcel
+
+    def _encode(self, peer: int, message: Message, *, snapshot: bool) -> Parcel | None:
+        """Put a message's body into the form in which it travels; return the parcel if it is encoded for the peer."""
+        body = message.body
+        if isinstance(body, Parcel):  # for several workers
+            message.body = _for_itself(body) if peer == self.rank else body
+            return dataclasses.replace(body, undo=None)
+        if self.hands_over or peer == self.rank:
+            if snapshot and message.kind in CALLS:
+                message.body = _steady(body)
+            return None
+        if message.kind is Kind.PUSH:
+            parcel = self.codec.encode_pushed(*body)
+        else:
+            parcel = self.codec.encode(body, snapshot=snapshot)
+        if parcel.attached and self.note_gifts is not None:
+            self.note_gifts(peer, parcel)
+        message.body = parcel
+        return parcel
 
     def for_several(self, body: Any) -> Any:
         """Encode a body that will be posted to several workers; return it as it is if each needs its own parcel."""
@@ -223,7 +231,7 @@ class Mailbox:
         body = message.body
         if not isinstance(body, Parcel):
             return body
-        return (self._layouts if message.kind is Kind.PUSH else self.codec).decode(body)
+        return self.codec.decode_pushed(body) if message.kind is Kind.PUSH else self.codec.decode(body)
 
     def refuse(self, source: int, what: str, why: object) -> None:
         self.refused[source] += 1
@@ -265,7 +273,7 @@ class Mailbox:
         A program whose arguments are not ready runs later, on one of XLA's few threads, and keeps that thread while it
         waits for other workers. Otherwise it runs on the thread that calls it, and there are always enough of these.
         """
-        if sites.any_sites():
+        if sites.registered:
             _wait_for_arrays(trees.leaves(tree))
 
     def finish_programs(self, result: Any) -> None:
@@ -276,7 +284,7 @@ class Mailbox:
         other, and the next call that this thread serves may be a call that they wait for. A program on several devices
         runs when others have ended, on other threads: the caller's timeout counts until then.
         """
-        if self.device is not None or sites.any_sites():
+        if self.device is not None or sites.registered:
             identity(np.float32(0)).block_until_ready()  # after the other programs of this thread
             _wait_for_arrays(trees.leaves_once(result))
 
@@ -300,9 +308,8 @@ def _steady(call: Any) -> Any:
 
     These are NumPy arrays, lists and dicts. Without them its arguments are the caller's own objects.
     """
-    function, args, kwargs, *scope = call
-    args, kwargs = trees.steady((args, kwargs)) if kwargs else (trees.steady(args), kwargs)
-    return function, args, kwargs, *scope
+    function, args, kwargs = call
+    return function, *(trees.steady((args, kwargs)) if kwargs else (trees.steady(args), kwargs))
 
 
 # The functions of ``current``, with the return type that the layers above need.
@@ -311,4 +318,5 @@ find_mailbox: Callable[[], Mailbox | None] = current.find_resident
 
 
 def current_part(kind: type[P]) -> P:
-    return current_mailbox().part(kind)
+    found: P = current_mailbox()._parts[kind]
+    return found

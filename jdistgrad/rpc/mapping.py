@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 
 from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.api import rpc_sync
-from jdistgrad.rpc.calls.caller import AnyWorker
+from jdistgrad.rpc.caller import AnyWorker
+from jdistgrad.rpc.claims import emptied
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.mailbox import current_mailbox
-from jdistgrad.rpc.members.peers import Peers
-from jdistgrad.rpc.references.claims import emptied
-from jdistgrad.rpc.references.rref import handler_of_call
+from jdistgrad.rpc.peers import Peers
+from jdistgrad.rpc.rref import handler_of_call
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.traced_hook import refuse_traced
 from jdistgrad.wire.interrupts import wait_in_slices

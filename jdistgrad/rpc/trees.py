@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jdistgrad._compat import ARRAY
 from jdistgrad.wire.arrays import may_be_written
 
 T = TypeVar("T")
@@ -20,6 +21,7 @@ T = TypeVar("T")
 OPAQUE: set[type] = set()
 
 PLAIN = {bool, int, float, complex, str, bytes, type(None), np.ndarray}
+LEAVES = PLAIN | {ARRAY}  # types of what is evidently a leaf
 
 
 def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
@@ -111,7 +113,7 @@ def is_plain_tree(tree: Any, leaf_is_plain: Callable[[Any], bool]) -> bool:
 
 def is_plain(value: Any) -> bool:
     """Return whether a value is evidently a leaf: the common case, quickly."""
-    return type(value) in PLAIN or isinstance(value, jax.Array)
+    return type(value) in LEAVES or isinstance(value, jax.Array)
 
 
 def _apart(node: Any) -> tuple[Iterable[Any], Callable[[list[Any]], Any]] | None:

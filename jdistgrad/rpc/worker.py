@@ -8,18 +8,19 @@ from typing import Any
 from jdistgrad import errors
 from jdistgrad.ffi.sites import waiting
 from jdistgrad.rpc import current
-from jdistgrad.rpc.calls.caller import Caller
-from jdistgrad.rpc.calls.pending import Pending
+from jdistgrad.rpc.caller import Caller
+from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.losses import Losses
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.rpc.members.closing import Closing
-from jdistgrad.rpc.members.losses import Losses
-from jdistgrad.rpc.members.peers import Peers
-from jdistgrad.rpc.members.watchdog import Watchdog
-from jdistgrad.rpc.references.table import References, Releasing
+from jdistgrad.rpc.peers import Peers
+from jdistgrad.rpc.pending import Pending
+from jdistgrad.rpc.references import References, Releasing
 from jdistgrad.rpc.scopes import Inbox, Key, ScopeTable
-from jdistgrad.rpc.serving.server import Served
+from jdistgrad.rpc.server import Served
+from jdistgrad.rpc.watchdog import Watchdog
 from jdistgrad.wire.ids import IdSource
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task
 
@@ -79,9 +80,11 @@ class Worker(Mailbox):
             raise errors.ContextError("a value is pushed outside any context")
         if to == self.rank:
             scope.content(Inbox).arrived(lambda: (key, value))
+            self.transport.wake()
             return
         scope.includes(to)
-        self.post(to, Message(Kind.PUSH, self.rank, scope.id, (key, value)), snapshot=False)
+        with put_off_interrupt():
+            self.post(to, Message(Kind.PUSH, self.rank, scope.id, (key, value)), snapshot=False)
 
     # Messages in.
 
@@ -89,7 +92,7 @@ class Worker(Mailbox):
         kind, body, source = message.kind, message.body, message.source
         if self.survives and source in self.peers.lost:
             return None
-        if isinstance(body, Parcel):
+        if isinstance(body, Parcel) and body.attached:
             claims = self.references.arrived(source, body)
             if claims is None:  # it comes from a worker that is being lost
                 return None
@@ -100,16 +103,17 @@ class Worker(Mailbox):
             value = self.references.announce(message.id).value if kind is Kind.REMOTE else None
             return Served(self, self.scopes, message, value).serve
         try:
-            return self._take_note(message)
+            if kind not in ANSWERS:
+                return self._take_note(message)
+            self.calls.answered(message)
+            return None
         finally:
             if kind in WORK:
                 self.work.received(source)
 
     def _take_note(self, message: Message) -> Task | None:
         kind, source = message.kind, message.source
-        if kind in ANSWERS:
-            self.calls.answered(message)
-        elif kind is Kind.PUSH:
+        if kind is Kind.PUSH:
             self._pushed(message)
         elif kind is Kind.RELEASE:
             return self.work.counted(functools.partial(self.releasing.close_scope, message.id))

@@ -19,8 +19,8 @@ from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.functions import Args
-from jdistgrad.rpc.serving.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import desk
 from jdistgrad.saving.marks import Leaf, PerWorker, leaves_of, require_different

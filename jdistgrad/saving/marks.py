@@ -19,7 +19,7 @@ from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.optim.sharding import on_parameters
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 
 
 @dataclasses.dataclass(frozen=True)

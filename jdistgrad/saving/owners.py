@@ -17,8 +17,8 @@ from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.owner import OwnedParameters, Value
 from jdistgrad.optim.restoring import first_difference
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.references.rref import RRef
-from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.failures import in_short
+from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, leaves
 from jdistgrad.saving.leaves import Description

@@ -6,7 +6,7 @@ from typing import Any
 
 from jdistgrad.errors import CheckpointError
 from jdistgrad.rpc import api
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import leaves, owners
 from jdistgrad.saving.callers import Job, call_each, raise_failed

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad._compat import array_of
 from jdistgrad.errors import EncodingError
 
 # Below this size, copying costs less than a second message; from it on, arrays alias the buffer they arrived in.
@@ -28,18 +29,13 @@ ALIAS_FROM = 1 << 16
 EXTENSIONS_FROM = 256  # NumPy's own dtypes have lower numbers; characters of other dtypes may mean another type
 
 ALIGNMENT = 16  # of arrays among other bytes
-PADDING = bytes(ALIGNMENT)
+PADDINGS = [bytes(-length % ALIGNMENT) for length in range(ALIGNMENT)]
 
 TRACED = (
     "a traced value has no data yet and cannot be sent to another worker inside an object that JAX does not look into. "
     "Pass it in a container that JAX knows: jax.tree_util.register_dataclass makes one of your class, and "
     "jax.tree_util.Partial is functools.partial as one."
 )
-
-# After so many small arrays of one kind, a compiled identity makes the JAX array, in a third of the time.
-# Compiling the identity takes as long as it saves for some hundred arrays, so it must be likely to pay.
-COMPILE_FROM = 500
-KINDS_COUNTED = 4096
 
 PickleReduction = tuple[Callable[..., Any], tuple[Any, ...]]
 Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
@@ -51,7 +47,7 @@ def padded(length: int) -> int:
 
 
 def padding(length: int) -> bytes:
-    return PADDING[: -length % ALIGNMENT]
+    return PADDINGS[length % ALIGNMENT]
 
 
 @functools.cache
@@ -71,11 +67,14 @@ def bytes_of(array: np.ndarray) -> memoryview:
 def reduce_numpy(array: np.ndarray) -> Any:
     if array.dtype.hasobject or array.dtype.names or not array.itemsize:  # no bytes tell how many elements there are
         return NotImplemented
-    return rebuild_numpy, (pickle.PickleBuffer(bytes_of(array)), dtype_name(array.dtype), array.shape)
+    buffer = pickle.PickleBuffer(bytes_of(array))
+    if array.dtype.num < EXTENSIONS_FROM:
+        return np.ndarray, (array.shape, array.dtype.str, buffer)
+    return rebuild_numpy, (buffer, dtype_name(array.dtype), array.shape)
 
 
 def rebuild_numpy(data: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.frombuffer(data, np.uint8).view(named_dtype(dtype)).reshape(shape)
+    return np.ndarray(shape, named_dtype(dtype), data)
 
 
 def reduce_jax(array: jax.Array) -> PickleReduction:
@@ -126,25 +125,22 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     host = rebuild_numpy(data, dtype, shape)
     if host.nbytes < getattr(_rebuilding, "plain_below", 0):
         return host
-    array = jax.device_put(host) if host.nbytes >= ALIAS_FROM else _small(host, (dtype, shape))
-    check_kept(host.dtype, array.dtype)
-    return array
+    if host.itemsize >= 8:
+        check_kept(host.dtype, jax.dtypes.canonicalize_dtype(host.dtype))
+    return array_of(host)
 
 
 def as_jax_array(array: Any) -> jax.Array:
     """Return a JAX array that shares no writable memory with the given array.
 
-    Only a large array that came over the wire is not copied: it is read-only, and its memory is not NumPy's. NumPy
-    makes the copy: JAX would make it later, if the device is busy.
+    An array that came over the wire is not copied: it is read-only, and its memory is not NumPy's. NumPy makes the
+    copy: JAX would make it later, if the device is busy.
     """
     if isinstance(array, jax.Array):
         return array
-    if not isinstance(array, np.ndarray):
+    if not isinstance(array, np.ndarray) or array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
         return jnp.array(array)
-    if array.nbytes < ALIAS_FROM:
-        return _small(array.copy(), (dtype_name(array.dtype), array.shape))
-    made: jax.Array = jax.device_put(array.copy() if _may_change(array) else array)
-    return made
+    return array_of(array.copy() if _may_change(array) else array)
 
 
 def _may_change(array: Any) -> bool:
@@ -178,17 +174,6 @@ def check_kept(sent: np.dtype, made: Any) -> None:
 
 
 identity = jax.jit(lambda array: jnp.asarray(array))  # which makes it JAX's where ``jax.disable_jit`` is set
-_seen: dict[tuple[str, tuple[int, ...]], int] = {}
-
-
-def _small(host: np.ndarray, kind: tuple[str, tuple[int, ...]]) -> jax.Array:
-    seen = _seen.get(kind, 0)
-    if seen >= COMPILE_FROM:
-        array: jax.Array = identity(host)
-        return array
-    if seen or len(_seen) < KINDS_COUNTED:
-        _seen[kind] = seen + 1
-    return jnp.asarray(host)
 
 
 class ArrayBlock(list[Any]):

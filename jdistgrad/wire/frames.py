@@ -13,12 +13,13 @@ from collections.abc import Callable
 from typing import Any
 
 from jdistgrad.errors import WireError
-from jdistgrad.wire.arrays import ALIAS_FROM, ALIGNMENT, padded, padding
+from jdistgrad.wire.arrays import ALIAS_FROM, ALIGNMENT, PADDINGS
 from jdistgrad.wire.message import Kind, Message, Parcel
 
 BULK_FROM = ALIAS_FROM
-HEADER = struct.Struct("<B7xIIQQ")  # kind, pieces, bytes attached, number, id
+HEADER = struct.Struct("<B3xII4xQQQ")  # kind, pieces, bytes attached, number, id, scope
 START = HEADER.size
+NO_SCOPE = (1 << 64) - 1
 PLACE = struct.Struct("<Q8x")
 LENGTH = 8  # bytes of one entry in the table of lengths
 LONGEST_FRAME = (1 << 31) - 1  # bytes: MPI counts those of a frame in a C int
@@ -27,30 +28,25 @@ KINDS = {kind.value: kind for kind in Kind}
 
 @dataclasses.dataclass(slots=True)
 class Frame:
-    """A parsed frame: its pieces in order, None for a separate piece.
+    """A parsed frame: its message, and its pieces in order, None for a separate piece.
 
     ``number``: how many frames the sender had sent to this receiver before it; the tag of its separate pieces.
     ``places``: of the separate pieces, in order.
     """
 
-    kind: Kind
-    id: int
+    message: Message
     number: int
     attached: int
     lengths: tuple[int, ...]
     pieces: list[Any]
     places: list[int]
 
-    def message(self, source: int) -> Message:
-        if not self.pieces:
-            return Message(self.kind, source, self.id)
-        first = memoryview(self.pieces[0])
-        parcel = Parcel(first[self.attached :], self.pieces[1:], first[: self.attached])
-        return Message(self.kind, source, self.id, parcel)
-
-
-def is_bulk(length: int) -> bool:
-    return length >= BULK_FROM
+    def complete(self) -> Message:
+        """Return the message, once all pieces are here."""
+        if self.pieces:
+            first = memoryview(self.pieces[0])
+            self.message.body = Parcel(first[self.attached :], self.pieces[1:], first[: self.attached])
+        return self.message
 
 
 @functools.cache
@@ -60,9 +56,9 @@ def _table(pieces: int) -> struct.Struct:
 
 
 def pack(
-    kind: Kind, identifier: int, number: int, parcel: Parcel | None, put: Callable[[memoryview], int] = lambda piece: 0
+    message: Message, parcel: Parcel | None, number: int, put: Callable[[memoryview], int] = lambda piece: 0
 ) -> tuple[bytes, list[memoryview]]:
-    """Return the frame of a message, and the pieces that must follow it.
+    """Return the frame of a message with this parcel for its body, and the pieces that must follow the frame.
 
     ``put``: puts a large piece where the receiver finds it, and returns that place; 0 if it must follow.
 
@@ -72,39 +68,45 @@ def pack(
     pieces, attached = list[Any](), 0
     if parcel is not None:
         attached = len(parcel.attached)
-        pieces = [memoryview(b"".join([parcel.attached, parcel.stream])) if attached else parcel.stream]
-        pieces += parcel.buffers
+        stream = memoryview(b"".join((parcel.attached, parcel.stream)) if attached else parcel.stream)
+        pieces = [stream, *parcel.buffers]
     lengths = [piece.nbytes for piece in pieces]
-    inside = sum(PLACE.size if is_bulk(length) else padded(length) for length in lengths)
-    if padded(START + LENGTH * len(lengths)) + inside > LONGEST_FRAME:
-        raise WireError(
-            f"its arrays of less than 64 KiB have {inside / 2**30:.1f} GiB together, and a message takes less than "
-            "2 GiB of them. Send several messages, or put them together to larger arrays"
-        )
-    parts: list[Any] = [_table(len(lengths)).pack(*lengths)]
-    bulk = []
+    scope = NO_SCOPE if message.scope is None else message.scope
+    parts: list[Any] = [
+        HEADER.pack(message.kind, len(pieces), attached, number, message.id, scope),
+        _table(len(pieces)).pack(*lengths),
+    ]
+    bulk, inside = [], 0
     for piece, length in zip(pieces, lengths, strict=True):
-        if is_bulk(length):
+        if length < BULK_FROM:
+            parts += piece, PADDINGS[length % ALIGNMENT]
+            inside += length + ALIGNMENT
+        else:
             place = put(piece)
             parts.append(PLACE.pack(place))
             if not place:
                 bulk.append(piece)
-        else:
-            parts += piece, padding(length)
-    return b"".join((HEADER.pack(kind, len(pieces), attached, number, identifier), *parts)), bulk
+    if inside + (LENGTH + PLACE.size) * len(pieces) + START + ALIGNMENT > LONGEST_FRAME:
+        raise WireError(
+            f"its arrays of less than 64 KiB have {inside / 2**30:.1f} GiB together, and a message takes less than "
+            "2 GiB of them. Send several messages, or put them together to larger arrays"
+        )
+    return b"".join(parts), bulk
 
 
-def unpack(frame: Any) -> Frame:
+def unpack(frame: Any, source: int) -> Frame:
     view = memoryview(frame)
-    code, count, attached, number, identifier = HEADER.unpack_from(view)
-    lengths, start = _table(count).unpack_from(view, START), padded(START + LENGTH * count)
+    code, count, attached, number, identifier, scope = HEADER.unpack_from(view)
+    message = Message(KINDS[code], source, identifier, None, None if scope == NO_SCOPE else scope)
+    table = _table(count)
+    lengths, start = table.unpack_from(view, START), START + table.size
     pieces, places = list[Any](), list[int]()
     for length in lengths:
-        if is_bulk(length):
+        if length < BULK_FROM:
+            pieces.append(view[start : start + length])
+            start += length + -length % ALIGNMENT
+        else:
             pieces.append(None)
             places += PLACE.unpack_from(view, start)
             start += PLACE.size
-        else:
-            pieces.append(view[start : start + length])
-            start += padded(length)
-    return Frame(KINDS[code], identifier, number, attached, lengths, pieces, places)
+    return Frame(message, number, attached, lengths, pieces, places)

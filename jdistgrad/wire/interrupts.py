@@ -24,11 +24,11 @@ from jdistgrad.threads import is_called_by_c, signal_again
 
 T = TypeVar("T")
 
-SLICE_SECONDS = 0.25  # the longest sleep of the main thread, see ``wait_in_slices``
+SLICE_SECONDS = 0.1  # the longest sleep of the main thread, see ``wait_in_slices``
 
 _main = threading.main_thread().ident
-_blocks: list["put_off_interrupt"] = []  # the blocks that the main thread is in, innermost last
-_pending: list["Handler"] = []  # of a Ctrl-C that has come in these blocks
+_blocks: list["put_off_interrupt"] = []  # the blocks that the main thread is in
+pending: list["Handler"] = []  # of a Ctrl-C that has come in these blocks
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -39,45 +39,40 @@ class Handler:
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if _blocks:
-            _pending[:] = [self]
-            _blocks[0].seen = _blocks[-1].seen = True
+            pending[:] = [self]
         elif is_called_by_c(frame):
             signal_again(number)
         else:
             self.previous(number, frame)
 
 
-def is_put_off() -> bool:
-    """Return whether the main thread is in a block that puts off Ctrl-C."""
-    return bool(_blocks)
+def has_come() -> bool:
+    """Return whether a Ctrl-C has come that this thread puts off: it should soon leave its block."""
+    return bool(pending) and threading.get_ident() == _main
 
 
 class put_off_interrupt:  # noqa: N801 used like a function
-    """A block that Ctrl-C does not interrupt. ``seen`` tells that it has come; it takes effect when the block ends.
+    """A block that Ctrl-C does not interrupt. It takes effect when the block ends.
 
     In nested blocks it takes effect when the outermost block ends. Python interrupts only the main thread, so on other
     threads a block does nothing, and neither does it where the program has no handler for Ctrl-C.
     """
 
-    __slots__ = ("_on_main", "seen")
+    __slots__ = ("_on_main",)
 
-    def __init__(self) -> None:
-        self.seen = self._on_main = False
-
-    def __enter__(self) -> "put_off_interrupt":
-        if threading.get_ident() == _main:
+    def __enter__(self) -> None:
+        self._on_main = threading.get_ident() == _main
+        if self._on_main:
             current = getsignal(signal.SIGINT)
             if type(current) is not Handler and callable(current):
                 signal.signal(signal.SIGINT, Handler(current))
-            self._on_main = True
             _blocks.append(self)
-        return self
 
     def __exit__(self, *error: object) -> None:
         if self._on_main:
             _blocks.pop()
-            if _pending and not _blocks:
-                _pending.pop().previous(signal.SIGINT, None)
+            if pending and not _blocks:
+                pending.pop().previous(signal.SIGINT, None)
 
 
 def wait_in_slices(wait: Callable[[float | None], object], timeout: float | None = None) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.threads import started
-from jdistgrad.wire.interrupts import SteadyCondition, wait_for_first
+from jdistgrad.wire.interrupts import SteadyCondition, has_come, wait_for_first, wait_in_slices
 from jdistgrad.wire.message import Message
-from jdistgrad.wire.transport import Receiver, Transport
+from jdistgrad.wire.transport import Awaited, Receiver, Transport
 
 TICK_SECONDS = 0.005
 JOIN_SECONDS = 60.0  # for the last worker to open, when all have met
@@ -133,6 +133,12 @@ class LocalTransport(Transport):
         """Wait only if there are several futures. Senders' threads complete them; a single future waits by itself."""
         if len(futures) > 1:
             wait_for_first(futures, timeout)
+
+    def wait(self, target: Awaited) -> None:
+        """Senders' threads complete what is waited for."""
+        if not target.done:
+            futures = target.futures()
+            wait_in_slices(lambda seconds: concurrent.futures.wait(futures, seconds).done or has_come())
 
     def close(self, *, graceful: bool) -> None:
         self.world.receivers[self.rank] = None

@@ -38,7 +38,7 @@ ENCODED = CALLS | ANSWERS | {Kind.PUSH}  # their bodies hold users' values; thos
 
 @dataclasses.dataclass(slots=True)
 class Parcel:
-    """An encoded value: a pickle stream and the buffers that travel beside it.
+    """An encoded value: a pickle stream (bytes), and the buffers that travel beside it, which have ``nbytes``.
 
     ``attached`` travels too; the transport does not interpret it. ``undo`` is called if the parcel cannot be sent.
     """
@@ -50,22 +50,30 @@ class Parcel:
 
     @property
     def bytes(self) -> int:
-        return len(self.stream) + sum(int(one.nbytes) for one in self.buffers)
+        return len(self.stream) + sum([int(one.nbytes) for one in self.buffers])
 
 
 @dataclasses.dataclass(slots=True)
 class Message:
-    """A message. ``body`` is the value itself, or the ``Parcel`` that encodes it."""
+    """A message. ``body`` is the value itself, or the ``Parcel`` that encodes it.
+
+    ``scope``: of a call, the id of the scope it was made in.
+    """
 
     kind: Kind
     source: int
     id: int
     body: Any = None
+    scope: int | None = None
 
 
 class Codec(Protocol):
-    """The conversion of users' values into parcels and back."""
+    """The conversion of users' values into parcels and back; those of pushed values have a key."""
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel: ...
 
     def decode(self, parcel: Parcel) -> Any: ...
+
+    def encode_pushed(self, key: tuple[int, ...], value: Any) -> Parcel: ...
+
+    def decode_pushed(self, parcel: Parcel) -> tuple[tuple[int, ...], Any]: ...

@@ -22,18 +22,17 @@ from mpi4py import MPI
 
 from jdistgrad import errors
 from jdistgrad.wire import frames
-from jdistgrad.wire.doorbell import Doorbell
+from jdistgrad.wire.doorbell import SERVES, WAITS, Doorbell
 from jdistgrad.wire.memory import BufferPool, SharedMemory
 from jdistgrad.wire.message import ENCODED, Message, Parcel
 from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
 from jdistgrad.wire.mpi_process import chunks
 from jdistgrad.wire.mpi_progress import Progress
-from jdistgrad.wire.polling import pause
-from jdistgrad.wire.transport import Receiver, Task, Transport
+from jdistgrad.wire.polling import SHORTEST, pause
+from jdistgrad.wire.transport import Awaited, Receiver, Task, Transport
 
 FRAME_TAG = 0
-PROBES = 8
-MISSES = 2  # probes in vain, after which nothing has come
+AT_ONCE = 8  # messages in one look
 FLUSH_SECONDS = 5.0
 CHECK_SECONDS = 0.02  # how often to look for dead ranks where MPI raises no error of its own
 
@@ -96,7 +95,7 @@ class MPITransport(Transport):
         self._comm, self._failures, self._next_check, self._doorbell = comm, failures, 0.0, doorbell
         self._memory, self._lost = memory, set[int]()
         self._dropped: list[Transfer] = []
-        self._pool = BufferPool()
+        self._pool, self._status = BufferPool(), MPI.Status()
         self._tags = int(comm.Get_attr(MPI.TAG_UB) or 32767)
         self._numbers = [itertools.count() for _ in range(comm.size)]
         self._outgoing: collections.deque[Transfer] = collections.deque()
@@ -108,12 +107,19 @@ class MPITransport(Transport):
         self._receiver = receiver
         self._progress = Progress(
             f"jdistgrad-mpi-{self.rank}",
-            self._look_for_all,
+            self._look,
             receiver,
-            sleep=lambda seconds: self._doorbell.sleep(seconds, self._something_came),
-            rung=lambda: self._doorbell.all_ring and not self._outgoing,
+            self._doorbell,
+            came=self._something_came,
+            rings=lambda: self._doorbell.all_ring and not self._outgoing,
         )
         self._progress.start()
+
+    def wait(self, target: Awaited) -> None:
+        self._progress.wait(target)
+
+    def wake(self) -> None:
+        self._progress.wake()
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
         self._progress.wait_for(futures, timeout)
@@ -127,7 +133,9 @@ class MPITransport(Transport):
     def _something_came(self) -> bool:
         """Return whether there is something to do that the last look did not find."""
         try:
-            came = any(self._comm.Iprobe(MPI.ANY_SOURCE, FRAME_TAG) for _ in range(MISSES))
+            # Open MPI fetches what has come after it has probed: only the next probe finds it.
+            probe = self._comm.Iprobe
+            came = probe(MPI.ANY_SOURCE, FRAME_TAG) or probe(MPI.ANY_SOURCE, FRAME_TAG)
             return came or self._begun != self._begun_before_look
         except MPI.Exception:  # of a death: the next look sees to it
             return True
@@ -139,33 +147,32 @@ class MPITransport(Transport):
             task = self._receiver.receive(message)
             if task is not None:
                 self._receiver.run(task)
+            self._doorbell.ring_own(WAITS)
             return
         if self._closed:
             raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
         if peer in self._lost:
             raise self._is_lost(peer)
-        parcel: Parcel | None = message.body
-        if message.kind not in ENCODED and message.body is not None:
-            parcel = Parcel(memoryview(pickle.dumps(message.body, protocol=5)), [])
+        parcel = message.body
+        if message.kind not in ENCODED and parcel is not None:
+            parcel = Parcel(pickle.dumps(parcel, protocol=5), [])
         number = next(self._numbers[peer])
-        put = functools.partial(self._memory.put, peer)
-        frame, bulk = frames.pack(message.kind, message.id, number, parcel, put)
-        transfer = Transfer([], (frame, bulk), peer)
+        frame, bulk = frames.pack(message, parcel, number, functools.partial(self._memory.put, peer))
+        requests: list[MPI.Request] = []
         try:
-            transfer.requests.append(self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG))
-            for part in (part for piece in bulk for part in chunks(piece)):
-                transfer.requests.append(self._comm.Isend([part, MPI.BYTE], peer, self._tag(number)))
-            if not transfer.done():
-                self._outgoing.append(transfer)
+            requests.append(self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG))
+            for piece in bulk:
+                requests += [self._comm.Isend([part, MPI.BYTE], peer, self._tag(number)) for part in chunks(piece)]
+            if not MPI.Request.Testall(requests):
+                self._outgoing.append(Transfer(requests, (frame, bulk), peer))
                 self._begun += 1
-                self._doorbell.ring(self.rank)  # whoever looks here now must look for its end, too
+                self._doorbell.ring_own(WAITS | SERVES)  # whoever looks here now must look for its end, too
             self._doorbell.ring(peer)
         except MPI.Exception as error:
-            self._dropped.append(transfer)
+            self._dropped.append(Transfer(requests, (frame, bulk), peer))
             if self._failures is None or not is_failure(error):
                 raise errors.WireError(f"the message to rank {peer} could not be sent: {error}") from error
             raise self._is_lost(peer) from error
-        self._progress.last_activity = time.monotonic()  # messages are to be expected
 
     def _is_lost(self, peer: int) -> errors.WorkerLostError:
         return errors.WorkerLostError(f"the worker of rank {peer} is lost: it was killed or ended", worker=peer)
@@ -181,26 +188,20 @@ class MPITransport(Transport):
         """Kill the process of a worker that stands still; return False if it is out of reach."""
         return self._failures is not None and self._failures.kill(peer)
 
-    def _look_for_all(self) -> tuple[bool, Task | None]:
-        now = time.monotonic()
-        if self._failures is not None and now >= self._next_check:
-            self._next_check = now + CHECK_SECONDS
+    def _after_failure(self, error: MPI.Exception) -> None:
+        """Do without the ranks that have died, if this error comes from that. Raises otherwise."""
+        if not is_failure(error):
+            raise error
+        if self._failures is not None:
             self._find_lost(self._failures)
-        try:
-            return self._look()
-        except MPI.Exception as error:
-            if not is_failure(error):
-                raise
-            if self._failures is not None:
-                self._find_lost(self._failures)
-                if self._lost:
-                    return False, None
-            dead = failed(self._comm)
-            if not dead or self._failures is not None:
-                raise
-            # Where mpirun does not end the job at a death: `mpirun --with-ft ulfm`.
-            why = f"{self._is_lost(dead[0])}. This world does not go on without it: that takes init(survive=True)"
-            raise errors.WorkerLostError(why, worker=dead[0]) from error
+            if self._lost:
+                return
+        dead = failed(self._comm)
+        if not dead or self._failures is not None:
+            raise error
+        # Where mpirun does not end the job at a death: `mpirun --with-ft ulfm`.
+        why = f"{self._is_lost(dead[0])}. This world does not go on without it: that takes init(survive=True)"
+        raise errors.WorkerLostError(why, worker=dead[0]) from error
 
     def _find_lost(self, failures: Failures) -> None:
         for rank in failures.find():
@@ -216,96 +217,101 @@ class MPITransport(Transport):
 
     def _look(self) -> tuple[bool, Task | None]:
         """Look for messages once, up to the first that brings a task; return whether anything moved, and the task."""
-        self._begun_before_look = self._begun
-        moved = False
+        if self._failures is not None and time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + CHECK_SECONDS
+            self._find_lost(self._failures)
+        try:
+            self._begun_before_look, moved = self._begun, False
+            if self._outgoing or self._incoming:
+                moved, task = self._advance()
+                if task is not None:
+                    return True, task
+            for _ in range(AT_ONCE):
+                arrived, task = self._take_frame()
+                moved = moved or arrived
+                if task is not None or not arrived:
+                    return moved, task
+            return moved, None
+        except MPI.Exception as error:
+            self._after_failure(error)
+            return False, None
+
+    def _advance(self) -> tuple[bool, Task | None]:
+        """Complete what has been sent, and at most one transfer that arrives; return as ``_look`` does."""
+        moved = bool(self._incoming)  # they must be advanced without naps
         for transfer in self._outgoing.copy():  # sending threads append meanwhile
             if transfer.done():
                 self._outgoing.remove(transfer)
                 moved = True
-        if self._incoming:
-            task = self._advance_incoming()
-            if task is not None:
-                return True, task
-            moved = True  # a transfer under way must be advanced without naps
-        misses = 0
-        for _ in range(PROBES):
-            arrived, task = self._take_frame()
-            moved, misses = moved or arrived, misses + (not arrived)
-            # Open MPI fetches what has come after it has probed: only the next probe finds it.
-            if task is not None or misses == MISSES:
-                break
-        return moved, task
+        for transfer in self._incoming:
+            if transfer.done():
+                self._incoming.remove(transfer)
+                if transfer.frame is None:
+                    return True, self._frame_complete(transfer.peer, transfer.memory)
+                return True, self._receive(transfer.frame.complete())
+        return moved, None
 
     def _take_frame(self) -> tuple[bool, Task | None]:
-        status = MPI.Status()
+        status = self._status
         matched = self._comm.Improbe(MPI.ANY_SOURCE, FRAME_TAG, status)
         if matched is None:
             return False, None
         data = bytearray(status.Get_count(MPI.BYTE))
-        arriving = Transfer([matched.Irecv([data, MPI.BYTE])], data, status.source)
-        if arriving.done():
-            return True, self._frame_complete(arriving)
-        self._incoming.append(arriving)
-        self._doorbell.ring(arriving.peer)  # MPI may need the sender's help
+        source, request = status.source, matched.Irecv([data, MPI.BYTE])
+        if request.Test():
+            return True, self._frame_complete(source, data)
+        self._incoming.append(Transfer([request], data, source))
+        self._doorbell.ring(source)  # MPI may need the sender's help
         return True, None
 
-    def _frame_complete(self, arrived: Transfer) -> Task | None:
+    def _frame_complete(self, source: int, data: bytearray) -> Task | None:
         """Take a complete frame: deliver its message, or start to receive its large pieces."""
-        frame = frames.unpack(arrived.memory)
+        frame = frames.unpack(data, source)
+        if not frame.places:
+            return self._receive(frame.complete())
         bulk = []
         missing = [k for k, piece in enumerate(frame.pieces) if piece is None]
         for k, place in zip(missing, frame.places, strict=True):
             if place:
-                frame.pieces[k] = self._memory.found(arrived.peer, place, frame.lengths[k])
+                frame.pieces[k] = self._memory.found(source, place, frame.lengths[k])
                 if frame.pieces[k] is None:
                     return None
             else:
                 frame.pieces[k] = self._pool.lease(frame.lengths[k])
                 bulk.append(frame.pieces[k])
         if not bulk:
-            return self._receive(arrived.peer, frame)
-        arriving = Transfer([], frame.pieces, arrived.peer, frame)
+            return self._receive(frame.complete())
+        arriving = Transfer([], frame.pieces, source, frame)
         try:
             for part in (part for piece in bulk for part in chunks(piece)):
-                arriving.requests.append(self._comm.Irecv([part, MPI.BYTE], arrived.peer, self._tag(frame.number)))
+                arriving.requests.append(self._comm.Irecv([part, MPI.BYTE], source, self._tag(frame.number)))
         except MPI.Exception:
             self._dropped.append(arriving)  # MPI may still write to what it was given
             raise
         self._incoming.append(arriving)
-        self._doorbell.ring(arrived.peer)
+        self._doorbell.ring(source)
         return None
 
     def _tag(self, number: int) -> int:
         """Return the tag of the large pieces that follow a frame."""
         return 1 + number % self._tags
 
-    def _receive(self, source: int, frame: frames.Frame) -> Task | None:
-        message = frame.message(source)
+    def _receive(self, message: Message) -> Task | None:
         if message.kind not in ENCODED and message.body is not None:
             message.body = pickle.loads(message.body.stream)
         try:
             return self._receiver.receive(message)
         except Exception:  # one invalid message must not keep the others from being delivered
             text = "the worker of rank %d could make nothing of a %s from rank %d"
-            log.exception(text, self.rank, message.kind.name, source)
+            log.exception(text, self.rank, message.kind.name, message.source)
             return None
-
-    def _advance_incoming(self) -> Task | None:
-        """Complete at most one transfer."""
-        for transfer in self._incoming:
-            if transfer.done():
-                self._incoming.remove(transfer)
-                if transfer.frame is None:
-                    return self._frame_complete(transfer)
-                return self._receive(transfer.peer, transfer.frame)
-        return None
 
     # The end.
 
     def close(self, *, graceful: bool) -> None:
         deadline = time.monotonic() + FLUSH_SECONDS
         while self._outgoing and time.monotonic() < deadline:
-            pause(100e-6)
+            pause(SHORTEST)
         self._closed = True
         self._progress.stop()
         self._doorbell.close()

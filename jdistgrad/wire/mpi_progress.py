@@ -4,37 +4,65 @@ Every switch of the GIL between threads costs more than a message does. Therefor
 
 * A thread that waits for an answer looks for it itself. If several threads wait, one looks and the others sleep until
   their answers have come, or until the looking thread leaves with its own answer and wakes one of them to look.
-* Otherwise the *primary* of the serving threads looks. It runs the task that a message brings on its own stack, without
-  a handover, and is no longer primary while the task runs. It stops looking while a thread that waits looks; a thread
-  whose task has waited looks again as soon as the task is done.
-* A *standby* wakes every millisecond (after a quiet time every four) and becomes primary if there is none: a call that
-  runs long delays the next call once, by that time at most, and no call can keep others from being served.
+* While nobody waits, the *primary* of the serving threads sleeps until its bell rings (``doorbell``), looks, and runs
+  the task that a message brings on its own stack, without a handover. While another thread looks, it sleeps on.
+* A *standby* looks every ``tick_seconds`` whether there is a primary, and becomes primary if not: a call that runs long
+  delays the next call once, by that time at most. If a call runs already, the standby is woken before the next begins.
 * Where the system starts no more threads, the primary hands tasks on and goes on looking.
-* While other threads may compute, the primary looks the less often the longer it has found no task: a thread that is
-  woken takes more from computing threads than its look takes. Where messages ring, it sleeps for ``tick_seconds``.
 
-The baton is a lock held while looking, never while a task runs. Threads only try to take it; ``stop`` alone waits for
-it.
+Whoever looks probes for as long as good answers take (``Probing``), and then sleeps until a bell rings. The baton is a
+lock held while looking, never while a task runs. Threads only try to take it; ``stop`` alone waits for it.
 """
 
 import concurrent.futures
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jdistgrad.threads import IDLE_SECONDS, join_soon, run_task, started
-from jdistgrad.wire.interrupts import is_put_off, put_off_interrupt
-from jdistgrad.wire.polling import LONGEST, WITH_BELL, nap, pause
-from jdistgrad.wire.transport import Receiver, Task
+from jdistgrad.wire import interrupts
+from jdistgrad.wire.doorbell import AWAKE, SERVES, WAITS, Doorbell
+from jdistgrad.wire.interrupts import put_off_interrupt
+from jdistgrad.wire.polling import nap, pause
+from jdistgrad.wire.transport import Awaited, FirstOf, Receiver, Task
 
 Look = Callable[[], tuple[bool, Task | None]]
 
+TICK_SECONDS = 0.005
+IDLE_TICKS = 4  # how many times as long between ticks where no messages come
+IDLE_AFTER = 0.5  # seconds without a message
+LONGEST_SLEEP = 0.005  # of a thread that waits: what other threads of this process do rings no bell
 INTERRUPT_SECONDS = 0.02  # how often the main thread wakes to see whether Ctrl-C was pressed
 
 log = logging.getLogger("jdistgrad.wire")
+
+
+class Probing:
+    """How long to probe before sleeping: twice as long as good answers take, if they come soon enough to probe for.
+
+    Whoever sleeps costs the other side a system call, and itself the time to wake up: 20 to 200 us.
+    """
+
+    SHORTEST, LONGEST = 50e-6, 500e-6
+    FASTER, SLOWER = 1 / 4, 1 / 64  # weights of an answer that took less than the usual time, and more
+
+    def __init__(self) -> None:
+        self._usual = 100e-6
+
+    @property
+    def seconds(self) -> float:
+        if self._usual >= self.LONGEST:
+            return self.SHORTEST
+        return min(max(2 * self._usual, self.SHORTEST), self.LONGEST)
+
+    def learn(self, took: float) -> None:
+        """Take note of how long an answer took."""
+        weight = self.FASTER if took < self._usual else self.SLOWER
+        self._usual += weight * (min(took, 2 * self.LONGEST) - self._usual)
 
 
 class Progress:
@@ -44,8 +72,9 @@ class Progress:
       look: looks for messages once, without waiting; returns whether anything moved, and at most one task to run.
       receiver: its callbacks are called: ``tick`` about every ``tick_seconds``, and ``fail`` when ``look`` has raised;
         no thread looks for messages after that.
-      sleep: sleeps for at most so many seconds, while there is nothing to look for.
-      rung: returns whether all that this process has to look for ends such a sleep.
+      bell: wakes the threads.
+      came: returns whether there is something that the last look has not found.
+      rings: returns whether all that this process has to look for rings.
     """
 
     def __init__(
@@ -53,24 +82,26 @@ class Progress:
         name: str,
         look: Look,
         receiver: Receiver,
+        bell: Doorbell,
         *,
-        sleep: Callable[[float], None] = pause,
-        rung: Callable[[], bool] = lambda: False,
-        tick_seconds: float = 0.005,
+        came: Callable[[], bool],
+        rings: Callable[[], bool],
+        tick_seconds: float = TICK_SECONDS,
     ):
         self._name, self._look, self._receiver = name, look, receiver
-        self._rest, self._rung, self._tick_seconds = sleep, rung, tick_seconds
+        self._bell, self._came, self._rings, self._tick_seconds = bell, came, rings, tick_seconds
         self._baton, self._primary = threading.Lock(), threading.Lock()
-        self._standby, self._count = threading.Semaphore(0), itertools.count()
+        self._parking, self._needed = threading.Semaphore(0), threading.Semaphore(0)
+        self._count = itertools.count()
         # The threads that sleep, the latest last; each entry is removed once, by the waker or the thread.
         self._asleep: dict[concurrent.futures.Future[None], None] = {}
         self._free = self._parked = self._busy = 0
         self._counting = threading.Lock()
         self._threads: list[threading.Thread] = []
-        self.last_activity = self._last_task = self._next_tick = time.monotonic()
-        self._last_wait, self._last_waiter = 0.0, 0
+        self._answers, self._calls = Probing(), Probing()
+        self._last_message = self._last_end = self._next_tick = time.monotonic()
         self._stopped = False
-        self.idle_process = False  # True: nothing else in this process needs the GIL, so the primary may spin
+        self.idle_process = False  # True: nothing else in this process needs the GIL, so the primary may probe
 
     def start(self) -> None:
         with self._counting:
@@ -81,53 +112,59 @@ class Progress:
         self._stopped = True
         while self._wake():
             pass
+        self._bell.ring_own(WAITS)
+        self._bell.ring_own(SERVES)
         self._baton.acquire()  # never released
         with self._counting:
-            self._standby.release(self._parked + 1)
+            self._parking.release(self._parked + 1)
+            self._needed.release(len(self._threads))
         join_soon(self._threads)
 
     # Waiting for an answer, on any thread.
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
-        done = futures[0].done if len(futures) == 1 else lambda: any(future.done() for future in futures)
-        if done():
-            return
-        deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        while not (done() or self._stopped or time.monotonic() >= deadline):
-            with put_off_interrupt() as interrupt:
-                if self._baton.acquire(blocking=False):
-                    self._last_wait, self._last_waiter = float("inf"), threading.get_ident()
-                    try:
-                        self._look_until(lambda: done() or interrupt.seen, deadline)
-                    finally:
-                        self._last_wait = time.monotonic()
-                        self._give_back()
-                else:
-                    self._sleep(futures, deadline)
-            if interrupt.seen and is_put_off():
-                return
+        target = FirstOf(futures)
+        if not target.done:
+            with put_off_interrupt():
+                self.wait(target, math.inf if timeout is None else time.monotonic() + timeout)
+
+    def wait(self, target: Awaited, deadline: float = math.inf) -> None:
+        """Return when the target is done, the deadline has passed, or a Ctrl-C has come that is put off."""
+        while not (target.done or self._stopped or interrupts.has_come() or time.monotonic() >= deadline):
+            if self._baton.acquire(blocking=False):
+                try:
+                    self._look_until(target, deadline)
+                finally:
+                    self._give_back()
+            else:
+                self._sleep(target, deadline)
 
     def look(self) -> None:
-        """Look once, unless another thread does. Whoever looks between computations will look again soon."""
+        """Look once, unless another thread does."""
         with put_off_interrupt():
             if not self._stopped and self._baton.acquire(blocking=False):
                 try:
                     _, task = self._look_safely()
                 finally:
-                    self._last_wait, self._last_waiter = time.monotonic(), threading.get_ident()
                     self._give_back()
                 if task is not None:
                     self._receiver.run(task)
 
-    def _sleep(self, futures: Sequence[concurrent.futures.Future[Any]], deadline: float) -> None:
+    def wake(self) -> None:
+        """Wake the thread that waits and looks: its answer may have come in another way than by a message."""
+        self._bell.ring_own(WAITS)
+
+    def _sleep(self, target: Awaited, deadline: float) -> None:
         """Sleep while another thread looks, until an answer has come or this thread is woken to look, or shorter."""
         called: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._asleep[called] = None
         longest = INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else threading.TIMEOUT_MAX
         seconds = min(longest, deadline - time.monotonic())
         if self._baton.locked() and not self._stopped and seconds > 0:  # else nobody may wake this thread
-            concurrent.futures.wait((*futures, called), seconds, concurrent.futures.FIRST_COMPLETED)
+            concurrent.futures.wait((*target.futures(), called), seconds, concurrent.futures.FIRST_COMPLETED)
         self._asleep.pop(called, None)
+        if called.done() and target.done:  # another one must look
+            self._wake()
 
     def _wake(self) -> bool:
         """Wake the latest sleeper; return whether there was one."""
@@ -140,25 +177,39 @@ class Progress:
         called.set_result(None)
         return True
 
-    def _give_back(self) -> bool:
-        """Stop looking, and wake a sleeper to look; return whether there was a sleeper.
-
-        If that sleeper has its answer by now, the primary will wake the next.
-        """
+    def _give_back(self) -> None:
+        """Stop looking, and wake a sleeper to look, or the primary if messages have come since the last look."""
+        self._bell.show(SERVES)
         self._baton.release()
-        return self._wake()
+        if not self._wake() and self._came():
+            self._bell.ring_own(SERVES)
 
-    def _look_until(self, done: Callable[[], bool], deadline: float) -> None:
-        quiet_since = now = time.monotonic()
-        while not (done() or self._stopped or now >= deadline):
+    def _look_until(self, target: Awaited, deadline: float) -> None:
+        self._bell.show(AWAKE)
+        start = quiet_since = time.monotonic()
+        probing = self._answers.seconds
+        while not (target.done or self._stopped or (interrupts.pending and interrupts.has_come())):
             moved, task = self._look_safely()
             if task is not None:
                 self._receiver.run(task)
             now = time.monotonic()
             if moved:
-                quiet_since = now
-            else:
-                self._rest(min(self._nap(now - quiet_since, may_spin=True), deadline - now))
+                self._last_message = quiet_since = now
+                continue
+            if now >= deadline:
+                return
+            if now - quiet_since >= probing:
+                self._rest(target, now - quiet_since, min(LONGEST_SLEEP, deadline - now))
+        self._answers.learn(time.monotonic() - start)
+
+    def _rest(self, target: Awaited, quiet: float, longest: float) -> None:
+        """Sleep until the bell rings; where not all that is to be looked for rings, take a nap."""
+        if self._rings():
+            self._bell.show(WAITS)
+            self._bell.sleep(WAITS, longest, lambda: target.done or self._came())
+            self._bell.show(AWAKE)
+        else:
+            pause(min(nap(quiet), longest))
 
     # Serving threads.
 
@@ -166,23 +217,11 @@ class Progress:
         """Let one more thread serve; the caller holds ``_counting``. Raises RuntimeError if none can be started."""
         if self._parked:
             self._parked -= 1
-            self._standby.release()
+            self._parking.release()
         else:
             self._threads = [thread for thread in self._threads if thread.is_alive()]
             self._threads.append(started(self._serve, f"{self._name}-{next(self._count)}"))
         self._free += 1
-
-    def _has_standby(self) -> bool:
-        """Return whether another thread can be primary while the primary runs a task; provide it if need be.
-
-        The caller holds ``_counting``.
-        """
-        if self._free < 2:
-            try:
-                self._one_more()
-            except RuntimeError:  # the pool says so, when it is handed a task
-                return False
-        return True
 
     def _serve(self) -> None:
         self._receiver.enter_thread()
@@ -195,16 +234,11 @@ class Progress:
                 return
 
     def _be_primary(self) -> Task | None:
-        """Look until there is a task to run, and return it; or None as soon as another thread looks."""
+        """Look until there is a task to run, and return it; None if the transport is closed."""
         try:
-            self._tick_if_due()
-            if self._another_looks():
-                return None
-            with self._counting:
-                self._has_standby()
-            while not (self._stopped or self._another_looks()):
-                task = self._look_once()
+            while not self._stopped:
                 self._tick_if_due()
+                task = self._look_for_task()
                 if task is not None and self._leaves_to_run():
                     return task
                 if task is not None:
@@ -213,48 +247,39 @@ class Progress:
         finally:
             self._primary.release()
 
-    def _leaves_to_run(self) -> bool:
-        """Leave the looking to another thread; return False if there is none.
-
-        The next primary must count this thread as busy, and the other must not park meanwhile: a thread that waits for
-        an answer may look just now, and nobody would after it.
-        """
-        with self._counting:
-            if not self._has_standby():
-                return False
-            self._free -= 1
-            self._busy += 1
-            return True
-
-    def _another_looks(self) -> bool:
-        """Return whether a thread that waits for an answer is looking, or will be soon."""
-        return time.monotonic() - self._last_wait < LONGEST
-
-    def _look_once(self) -> Task | None:
+    def _look_for_task(self) -> Task | None:
+        """Look while messages come, then sleep; return the first task. While another thread looks, only sleep."""
         if not self._baton.acquire(blocking=False):
-            pause(LONGEST)
+            self._bell.sleep(SERVES, max(0.0, self._next_tick - time.monotonic()))
             return None
+        self._bell.show(AWAKE)
+        task, quiet_since = None, time.monotonic()
+        probing = self._calls.seconds if self.idle_process and not self._busy else 0.0
         try:
-            moved, task = self._look_safely()
+            while task is None and not (self._asleep or self._stopped):
+                moved, task = self._look_safely()
+                now = time.monotonic()
+                if moved:
+                    self._last_message = quiet_since = now
+                elif now - quiet_since >= probing:
+                    break
         finally:
-            called = self._give_back()
-        now = time.monotonic()
-        if called:
-            self._last_wait = now
+            self._bell.show(AWAKE if task is not None else SERVES)  # the standby looks at its next tick
+            self._baton.release()
+            called = self._wake()
         if task is not None:
-            self._last_task = now
-        if moved:
-            self.last_activity = now
-            return task
-        if self.idle_process and not self._busy:
-            seconds = self._nap(now - self.last_activity, may_spin=True)
-        else:  # spinning would take the GIL, and a core, from a task that runs
-            seconds = self._nap(now - self._last_task, may_spin=False)
-        self._rest(self._tick_seconds if seconds and self._rung() else seconds)
+            self._calls.learn(self._last_message - self._last_end)
+        elif not called:
+            self._sleep_until_tick(quiet_since)
         return task
 
-    def _nap(self, quiet: float, *, may_spin: bool) -> float:
-        return nap(quiet, may_spin=may_spin, longer=WITH_BELL if self._rung() else 1)
+    def _sleep_until_tick(self, quiet_since: float) -> None:
+        now = time.monotonic()
+        longest = max(0.0, self._next_tick - now)
+        if self._rings():
+            self._bell.sleep(SERVES, longest, self._came)
+        else:
+            pause(min(nap(now - max(quiet_since, self._last_message)), longest))
 
     def _look_safely(self) -> tuple[bool, Task | None]:
         try:
@@ -270,33 +295,58 @@ class Progress:
     def _tick_if_due(self) -> None:
         now = time.monotonic()
         if now >= self._next_tick:
-            self._next_tick = now + self._tick_seconds
+            idle = now - self._last_message > IDLE_AFTER
+            self._next_tick = now + self._tick_seconds * (IDLE_TICKS if idle else 1)
             try:
                 self._receiver.tick(now)
             except Exception:  # without this thread no call would be served
                 log.exception("housekeeping of %s failed", self._name)
 
-    def _stand_by(self) -> bool:
-        """Wait until this thread may be needed; return False if it has not been for a while."""
-        with self._counting:
-            surplus = self._free > (1 if self._another_looks() else 2) and not self._stopped
-            if surplus:
-                self._free -= 1
-                self._parked += 1
-        if not surplus:
-            pause(max(LONGEST, nap(time.monotonic() - self._last_task, may_spin=False)))  # the bell is for the primary
-        elif not self._standby.acquire(timeout=IDLE_SECONDS):
-            with self._counting:
-                if not self._standby.acquire(blocking=False):  # nobody has woken this thread just now
-                    self._parked -= 1
-                    return False
+    def _has_standby(self) -> bool:
+        """Return whether another thread can be primary while the primary runs a task; provide it if need be.
+
+        The caller holds ``_counting``.
+        """
+        if self._free < 2:
+            try:
+                self._one_more()
+            except RuntimeError:  # the pool says so, when it is handed a task
+                return False
         return True
 
+    def _leaves_to_run(self) -> bool:
+        """Leave the looking to another thread; return False if there is none.
+
+        The next primary must count this thread as busy, and the other must not park meanwhile.
+        """
+        with self._counting:
+            if not self._has_standby():
+                return False
+            self._free -= 1
+            self._busy += 1
+            return True
+
     def _run_here(self, task: Task) -> None:
+        if self._busy > 1:  # this task may run long too
+            self._needed.release()
         run_task(task, self._name)
         with self._counting:
             self._free += 1
             self._busy -= 1
-        self.last_activity = time.monotonic()
-        if self._last_waiter == threading.get_ident():  # it will not wait again soon
-            self._last_wait = 0.0
+        self._last_end = time.monotonic()
+
+    def _stand_by(self) -> bool:
+        """Wait until this thread may be needed; return False if it has not been for a while."""
+        with self._counting:
+            surplus = self._free > 2 and not self._stopped
+            if surplus:
+                self._free -= 1
+                self._parked += 1
+        if not surplus:
+            self._needed.acquire(timeout=max(self._tick_seconds, self._next_tick - time.monotonic()))
+        elif not self._parking.acquire(timeout=IDLE_SECONDS):
+            with self._counting:
+                if not self._parking.acquire(blocking=False):  # nobody has woken this thread just now
+                    self._parked -= 1
+                    return False
+        return True

@@ -74,11 +74,12 @@ def of_all(leaves: Callable[[], Iterable[Any]]) -> Copies:
         return NONE
 
 
+_accelerated: bool | None = None  # None: not known before JAX has opened its devices
+
+
 def accelerated() -> bool:
     """Return whether this process computes on accelerators. Devices are not opened to find out."""
-    return backends_are_initialized() and _has_far_devices()
-
-
-@functools.cache
-def _has_far_devices() -> bool:
-    return any(map(is_far, jax.local_devices()))
+    global _accelerated
+    if _accelerated is None and backends_are_initialized():
+        _accelerated = any(map(is_far, jax.local_devices()))
+    return bool(_accelerated)

@@ -3,11 +3,34 @@
 import concurrent.futures
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from jdistgrad.wire.message import Message
 
 Task = Callable[[], None]
+
+
+class Awaited(Protocol):
+    """What a thread waits for: it looks for messages until ``done``, or sleeps until one of the ``futures`` is done."""
+
+    @property
+    def done(self) -> bool: ...
+
+    def futures(self) -> Sequence[concurrent.futures.Future[Any]]: ...
+
+
+class FirstOf:
+    """The first of some futures that is done, to be waited for."""
+
+    def __init__(self, futures: Sequence[concurrent.futures.Future[Any]]):
+        self._futures = futures
+
+    @property
+    def done(self) -> bool:
+        return any(future.done() for future in self._futures)
+
+    def futures(self) -> Sequence[concurrent.futures.Future[Any]]:
+        return self._futures
 
 
 @dataclasses.dataclass(slots=True)
@@ -63,6 +86,12 @@ class Transport:
 
         For a single future, this may return at once and leave the waiting to the future.
         """
+
+    def wait(self, target: Awaited) -> None:
+        """Return when the target is done, or a Ctrl-C has come that the calling thread puts off."""
+
+    def wake(self) -> None:
+        """Let a thread that waits look whether it has its answer, which has not come by a message to it."""
 
     def close(self, *, graceful: bool) -> None:
         """Finish the sends under way and stop. ``graceful``: every worker of the world closes now."""

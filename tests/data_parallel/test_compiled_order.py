@@ -13,7 +13,7 @@ from helpers.worlds import last, on_every_worker, on_worker0
 import jdistgrad as jd
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostError
-from jdistgrad.rpc.members import watchdog
+from jdistgrad.rpc import watchdog
 
 TOLD = (jax.errors.JaxRuntimeError, DisagreementError)  # JAX's type for errors in compiled code, or the project's own
 

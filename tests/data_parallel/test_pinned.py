@@ -21,8 +21,9 @@ pytestmark = pytest.mark.host_memory
 @pytest.fixture
 def accelerators(monkeypatch):
     """Treat CPU devices as accelerators. Their pinned memory is other memory than that of their arrays."""
-    caches = (pinned.in_pinned_memory, pinned._has_far_devices, averaging.host_device)
+    caches = (pinned.in_pinned_memory, averaging.host_device)
     monkeypatch.setattr(pinned, "is_far", lambda device: True)
+    monkeypatch.setattr(pinned, "_accelerated", None)
     for cached in caches:
         cached.cache_clear()
     yield

@@ -13,7 +13,7 @@ import numpy as np
 import jdistgrad as jd
 from faults.outcomes import Outcome
 from faults.program import judged
-from jdistgrad.rpc.members import watchdog
+from jdistgrad.rpc import watchdog
 
 Tree = dict[str, Any]
 

@@ -23,7 +23,7 @@ def test_a_shutdown_that_waits_or_gives_up_says_for_what(mpi_job):
         """
         import time
         import jdistgrad as jd
-        from jdistgrad.rpc.members import closing
+        from jdistgrad.rpc import closing
 
         closing.SPEAK_SECONDS = 0.3
         me = jd.init()

@@ -8,9 +8,9 @@ import pytest
 from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory
-from jdistgrad.rpc.references.rref import RRef, by_reference
+from jdistgrad.rpc.opening import THREADS
+from jdistgrad.rpc.rref import RRef, by_reference
 from jdistgrad.rpc.worker import Worker, current_worker
-from jdistgrad.rpc.worlds.opening import THREADS
 from jdistgrad.wire.ids import worker_of
 
 SIZE = 4

@@ -11,7 +11,7 @@ import pytest
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.rpc.members import closing
+from jdistgrad.rpc import closing
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.polling import poll
 

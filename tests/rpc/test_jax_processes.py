@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from jdistgrad.errors import WorldError
-from jdistgrad.rpc.worlds import jax_processes
-from jdistgrad.rpc.worlds.jax_processes import Offer, Port, address, must_start
+from jdistgrad.rpc import jax_processes
+from jdistgrad.rpc.jax_processes import Offer, Port, address, must_start
 
 KINDS = jax_processes.READY, jax_processes.STARTED, jax_processes.LATE
 READY, STARTED, LATE = (Offer(kind, "first", ("node1",), 4000 + k) for k, kind in enumerate(KINDS))

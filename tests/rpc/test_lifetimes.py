@@ -9,7 +9,7 @@ from helpers.programs import identity
 from helpers.worlds import make, on_worker0, wait_until_owned
 
 import jdistgrad as jd
-from jdistgrad.rpc.references.table import value_of
+from jdistgrad.rpc.references import value_of
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.message import Kind

@@ -5,9 +5,9 @@ import types
 
 import pytest
 
-from jdistgrad.rpc.references.owned import REMEMBERED, OwnerTable
-from jdistgrad.rpc.references.table import References
-from jdistgrad.rpc.references.weights import WHOLE
+from jdistgrad.rpc.owned import REMEMBERED, OwnerTable
+from jdistgrad.rpc.references import References
+from jdistgrad.rpc.weights import WHOLE
 
 
 def test_a_fetch_may_overtake_the_creation():

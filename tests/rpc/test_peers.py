@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import example, given, strategies as st
 
-from jdistgrad.rpc.members.peers import Liveness
+from jdistgrad.rpc.peers import Liveness
 
 
 def followed(liveness, awaited, *times):

@@ -4,8 +4,8 @@ import math
 
 from hypothesis import given, strategies as st
 
-from jdistgrad.rpc.calls.pending import Pending, PendingCalls
 from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.pending import Pending, PendingCalls
 
 
 def call(identifier, *, peer=1, timeout=5.0, now=0.0):

@@ -6,8 +6,7 @@ import pytest
 
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import WorkCount
-from jdistgrad.rpc.members.termination import Patience, Report, Survey, describe
-from jdistgrad.wire.message import Kind
+from jdistgrad.rpc.termination import Patience, Report, Survey, describe
 
 
 def conclude(survey, *reports):
@@ -51,7 +50,7 @@ class Dying:
     def send(self, source):
         target = self.chance.randrange(self.size)
         if target not in self.lost[source]:
-            self.work[source].sending(Kind.CALL, target)
+            self.work[source].sending(target)
             self.under_way.append((source, target))
 
     def deliver(self):

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.rpc.members.watchdog import calls_package
+from jdistgrad.rpc.stacks import waits_of
+from jdistgrad.rpc.watchdog import calls_package
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.rpc.worlds.stacks import waits_of
 from jdistgrad.saving import desk as desks
 from jdistgrad.saving.desk import Desk, hold
 from jdistgrad.threads import frames

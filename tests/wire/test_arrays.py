@@ -9,7 +9,6 @@ import pytest
 
 from jdistgrad.errors import EncodingError
 from jdistgrad.rpc.codec import PickleCodec
-from jdistgrad.wire import arrays
 from jdistgrad.wire.arrays import ALIAS_FROM, ArrayBlock, as_jax_array
 from jdistgrad.wire.memory import BufferPool
 
@@ -117,8 +116,11 @@ def test_read_only_memory_that_is_not_numpys_is_shared():
     assert np.shares_memory(np.asarray(as_jax_array(view)), view)
 
 
-def test_many_small_arrays_are_jaxs_where_nothing_is_compiled(monkeypatch):
-    monkeypatch.setattr(arrays, "COMPILE_FROM", 3)
-    small = np.ones((3, 1, 2), np.float32)
+@pytest.mark.parametrize("shape", [(), (0, 2), (3, 1, 2), (ALIAS_FROM,)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int4", "bool", "complex64"])
+def test_arrays_are_jaxs_also_where_nothing_is_compiled(dtype, shape):
     with jax.disable_jit():
-        assert all(isinstance(as_jax_array(small), jax.Array) for _ in range(5))
+        made = as_jax_array(np.ones(shape, jnp.dtype(dtype)))
+    assert isinstance(made, jax.Array)
+    assert (made.dtype, made.shape, made.weak_type) == (jnp.dtype(dtype), shape, False)
+    assert (np.asarray(made) == 1).all()

@@ -10,7 +10,7 @@ import types
 import pytest
 
 from jdistgrad.wire import doorbell as doorbells, launcher_env
-from jdistgrad.wire.doorbell import Doorbell
+from jdistgrad.wire.doorbell import AWAKE, BELLS, SERVES, WAITS, Doorbell
 from jdistgrad.wire.memory import NBYTES, SharedMemory
 from jdistgrad.wire.message import Kind, Message, Parcel
 
@@ -38,12 +38,19 @@ def bells():
         yield made
 
 
-def is_silent(bell):
+def is_silent(bell, which=WAITS):
     try:
-        bell._socket.recv(1)
+        bell._own[which].recv(1)
     except BlockingIOError:
         return True
     return False
+
+
+def sleeps(bell, unless=lambda: False, which=WAITS):
+    """Sleep as a thread does that waits for an answer."""
+    bell.show(which)
+    bell.sleep(which, FOR_EVER, unless)
+    bell.show(AWAKE)
 
 
 def ring_all(bell, ranks):
@@ -51,25 +58,38 @@ def ring_all(bell, ranks):
         bell.ring(rank)
 
 
-def asleep(bell, unless=lambda: False):
+def asleep(bell, which=WAITS):
     """Let a thread sleep; return an event that is set when it is up. It sleeps, or has not looked yet."""
     looked, awake = threading.Event(), threading.Event()
 
     def last_look():
         looked.set()
-        return unless()
+        return False
 
-    threading.Thread(target=lambda: (bell.sleep(FOR_EVER, last_look), awake.set()), daemon=True).start()
+    threading.Thread(target=lambda: (sleeps(bell, last_look, which), awake.set()), daemon=True).start()
     assert looked.wait(60)
     return awake
 
 
-def test_a_ring_ends_a_sleep_and_is_for_sleepers_alone(bells):
-    awake = asleep(bells[2])
+@pytest.mark.parametrize("which", BELLS)
+def test_a_ring_ends_a_sleep_and_is_for_sleepers_alone(bells, which):
+    awake = asleep(bells[2], which)
     bells[0].ring(2)
     assert awake.wait(60)
+    bells[0].show(AWAKE)
     bells[1].ring(0)
-    assert is_silent(bells[0])
+    assert is_silent(bells[0], which)
+
+
+def test_only_the_bell_that_is_shown_rings(bells):
+    serving, waiting = asleep(bells[2], SERVES), asleep(bells[2], WAITS)
+    bells[2].show(WAITS)
+    bells[0].ring(2)
+    assert waiting.wait(60)
+    assert not serving.is_set()
+    bells[2].show(SERVES)
+    bells[2].ring_own(SERVES)
+    assert serving.wait(60)
 
 
 @pytest.mark.parametrize(("where", "missing"), [(ctypes, "CDLL"), (os, "ftruncate"), (os, "readlink")])
@@ -86,32 +106,26 @@ def test_who_cannot_show_whether_it_sleeps_is_rung_every_time(monkeypatch, where
 def test_a_python_built_for_old_systems_shows_whether_it_sleeps(monkeypatch):
     monkeypatch.delattr(os, "memfd_create", raising=False)
     with doorbells_of(2) as (ringing, rung):
+        rung.show(AWAKE)
         ringing.ring(1)
         assert is_silent(rung)
-        rung.sleep(FOR_EVER, lambda: ringing.ring(1))
+        sleeps(rung, lambda: ringing.ring(1))
 
 
 def test_a_ring_after_the_last_look_counts(bells):
-    bells[0].sleep(FOR_EVER, lambda: bells[1].ring(0))
+    sleeps(bells[0], lambda: bells[1].ring(0))
 
 
 def test_what_came_before_anybody_could_see_the_sleep_ends_it(bells):
-    bells[0].sleep(FOR_EVER, lambda: True)
+    sleeps(bells[0], lambda: True)
     bells[1].ring(0)
     assert is_silent(bells[0])
-
-
-def test_as_long_as_one_thread_sleeps_rings_are_for_it(bells):
-    awake = asleep(bells[0])
-    bells[0].sleep(FOR_EVER, lambda: True)
-    bells[1].ring(0)
-    assert awake.wait(60)
 
 
 def test_who_has_left_is_not_rung_any_more_and_without_who_is_lost_all_ring(bells):
     assert bells[0].all_ring
     bells[1].close()
-    bells[2].sleep(FOR_EVER, lambda: ring_all(bells[0], (1, 1, 2)))
+    sleeps(bells[2], lambda: ring_all(bells[0], (1, 1, 2)))
     assert not bells[0].all_ring
     bells[0].lose(1)
     bells[0].ring(1)
@@ -127,13 +141,15 @@ def test_who_has_left_or_is_lost_leaves_no_files(bells):
     bells[0].lose(2)
     bells[0]._memory.lose(2)
     bells[0].ring(2)
-    assert len(os.listdir("/proc/self/fd")) == before - 2  # a socket, and the memory that shows whether it sleeps
+    assert (
+        len(os.listdir("/proc/self/fd")) == before - 3
+    )  # two sockets, and the memory that shows which bell is to be rung
 
 
 def test_who_cannot_be_reached_is_known_at_once():
     with doorbells_of(1, "a rank of another machine", "") as (bell,):
         assert not bell.all_ring
-        bell.sleep(FOR_EVER, lambda: ring_all(bell, range(3)))
+        sleeps(bell, lambda: ring_all(bell, range(3)))
 
 
 def test_one_that_does_not_come_keeps_nobody_from_being_rung(monkeypatch):
@@ -146,18 +162,18 @@ def test_one_that_does_not_come_keeps_nobody_from_being_rung(monkeypatch):
 
     monkeypatch.setattr(socket, "socket", WithLittleRoom)
     with doorbells_of(3) as made:
-        with made[1]._asleep():
-            ring_all(made[0], [1] * 100)
-        made[2].sleep(FOR_EVER, lambda: made[0].ring(2))
+        made[1].show(WAITS)
+        ring_all(made[0], [1] * 100)
+        sleeps(made[2], lambda: made[0].ring(2))
 
 
 def test_without_sockets_sleeps_go_by_the_clock(bells, monkeypatch):
     monkeypatch.setattr(doorbells, "HIGHEST_DESCRIPTOR", -1)
     silent = Doorbell(bells[0]._memory)
     assert not silent.address
-    silent.meet([bell.address for bell in bells])
-    silent.ring(0)
-    silent.sleep(0.001)
+    silent.meet([silent.address, *[bell.address for bell in bells[1:]]])
+    silent.ring(1)
+    silent.sleep(WAITS, 0.001)
     assert not silent.all_ring
 
 
@@ -190,16 +206,18 @@ def transport_of_all_ranks():
 
 
 def sleep(transport):
-    transport._doorbell.sleep(FOR_EVER, transport._something_came)
+    sleeps(transport._doorbell, transport._something_came)
 
 
 @pytest.mark.every_rank
 @pytest.mark.skipif(not launcher_env.launched(), reason="needs ranks: every run under mpirun has it")
-def test_the_first_look_after_the_ring_finds_the_message():
+def test_a_look_after_the_ring_finds_the_message():
+    """Open MPI fetches what has come after it has probed: the second probe finds it."""
     with transport_of_all_ranks() as (transport, comm, received):
         if comm.size > 1:
             transport.send((comm.rank + 1) % comm.size, Message(Kind.PING, comm.rank, comm.rank))
             sleep(transport)
+            transport._look()
             transport._look()
             assert [(one.kind, one.id) for one in received] == [(Kind.PING, (comm.rank - 1) % comm.size)]
 

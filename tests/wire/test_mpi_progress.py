@@ -13,14 +13,42 @@ from helpers.starving import no_more_threads
 from hypothesis import given, strategies as st
 
 from jdistgrad.wire import mpi_progress, polling
-from jdistgrad.wire.mpi_progress import Progress
+from jdistgrad.wire.doorbell import AWAKE, SERVES, WAITS
+from jdistgrad.wire.mpi_progress import Probing, Progress
 from jdistgrad.wire.transport import Receiver
 
 
-class Mailbox:
-    """A queue of tasks in place of a transport; counts the threads that look at the same time."""
+class Bell:
+    """A doorbell of one process."""
 
-    def __init__(self, **how):
+    def __init__(self):
+        self.shown = AWAKE
+        self.rung = {WAITS: threading.Event(), SERVES: threading.Event()}
+        self.asleep = set()
+
+    def show(self, bell):
+        self.shown = bell
+
+    def sleep(self, bell, seconds, unless=lambda: False):
+        if not unless():
+            self.asleep.add(bell)
+            self.rung[bell].wait(seconds)
+        self.asleep.discard(bell)
+        self.rung[bell].clear()
+
+    def ring_own(self, bell):
+        if self.shown & bell:
+            self.rung[self.shown & bell].set()
+
+
+class Mailbox:
+    """A queue of tasks in place of a transport; counts the threads that look at the same time.
+
+    Arguments:
+      rings: whether there is a bell, which ``come`` rings.
+    """
+
+    def __init__(self, *, rings=False, **how):
         self.tasks = queue.SimpleQueue()
         self.failures = []
         self.ticks, self.third_tick = 0, concurrent.futures.Future()
@@ -30,10 +58,16 @@ class Mailbox:
         self.stopped = False
         self.seen = set()  # the threads that have looked
         self.broken = None
-        self.progress = Progress(
-            "test", self.look, Receiver(None, self.run, int, self.tick, self.failures.append, None), **how
-        )
+        self.bell, self.rings = Bell(), rings
+        receiver = Receiver(None, self.run, int, self.tick, self.failures.append, None)
+        rung = {"came": lambda: not self.tasks.empty(), "rings": lambda: self.rings}
+        self.progress = Progress("test", self.look, receiver, self.bell, **rung, **how)
         self.progress.start()
+
+    def come(self, task):
+        """Let a message come, with a ring."""
+        self.tasks.put(task)
+        self.bell.ring_own(WAITS | SERVES)
 
     def look(self):
         self.lookers += 1
@@ -107,28 +141,69 @@ def test_without_a_standby_the_primary_hands_tasks_on(mailbox):
         go_on.set()
 
 
-def test_where_messages_ring_a_serving_thread_looks_when_it_is_rung_for():
-    naps, rings, rung = [], queue.SimpleQueue(), threading.Event()
-    rung.set()
-
-    def sleep(seconds):
-        naps.append(seconds)
-        rings.get(timeout=60)
-
-    box = Mailbox(sleep=sleep, rung=rung.is_set, tick_seconds=3600.0)
-    until(lambda: naps == [3600.0])
-    future, looks = box.future(), box.looks
-    rings.put(None)
-    assert future.result(30)
-    assert box.looks > looks
-    rung.clear()  # it has something to send, and no ring tells when that has gone
-    until(lambda: len(naps) > 1)
-    rings.put(None)
-    until(lambda: len(naps) > 2 and naps[-1] < 1.0)
-    for _ in range(4):
-        rings.put(None)
-    box.progress._stopped = True
+@pytest.fixture
+def belled(monkeypatch):
+    """Yield a mailbox whose threads sleep until they are rung for, however long that takes."""
+    monkeypatch.setattr(mpi_progress, "LONGEST_SLEEP", 3600.0)
+    box = Mailbox(rings=True, tick_seconds=3600.0)
+    yield box
     box.stop()
+
+
+def test_where_messages_ring_a_serving_thread_looks_when_it_is_rung_for(belled):
+    until(lambda: belled.bell.asleep == {SERVES} and belled.bell.shown == SERVES)
+    looks, answer = belled.looks, concurrent.futures.Future()
+    belled.come(lambda: answer.set_result(1))
+    assert answer.result(30)
+    assert belled.looks > looks
+
+
+def test_a_thread_that_waits_sleeps_until_it_is_rung_for_and_leaves_the_bell_to_the_serving_thread(belled):
+    until(lambda: belled.bell.asleep == {SERVES})
+    answer, answer_of_a_call = concurrent.futures.Future(), concurrent.futures.Future()
+    waiter = threading.Thread(target=belled.progress.wait_for, args=((answer,), 60))
+    waiter.start()
+    until(lambda: belled.bell.asleep == {SERVES, WAITS} and belled.bell.shown == WAITS)
+    belled.come(lambda: answer.set_result(1))
+    waiter.join(30)
+    assert not waiter.is_alive()
+    belled.come(lambda: answer_of_a_call.set_result(1))
+    assert answer_of_a_call.result(30)
+
+
+def test_what_comes_after_the_last_look_of_a_thread_that_waited_wakes_the_serving_thread(belled):
+    """It came while the thread showed that it looks, so nobody has rung."""
+    until(lambda: belled.bell.asleep == {SERVES})
+    late, look = concurrent.futures.Future(), belled.progress._look
+
+    def last_look():
+        found = look()
+        belled.tasks.put(lambda: late.set_result(1))
+        belled.progress._look = look
+        return found
+
+    belled.progress._look = last_look
+    belled.progress.look()
+    assert late.result(30)
+
+
+def test_who_completes_an_answer_itself_wakes_the_thread_that_waits(belled):
+    answer = concurrent.futures.Future()
+    waiter = threading.Thread(target=belled.progress.wait_for, args=((answer,), 60))
+    waiter.start()
+    until(lambda: belled.bell.shown == WAITS)
+    answer.set_result(1)
+    belled.progress.wake()
+    waiter.join(30)
+    assert not waiter.is_alive()
+
+
+def test_where_not_all_rings_threads_nap():
+    box = Mailbox(tick_seconds=3600.0)
+    try:
+        assert box.future().result(30)  # nobody has rung
+    finally:
+        box.stop()
 
 
 def test_many_who_wait_look_one_at_a_time_and_run_nothing_themselves(mailbox):
@@ -275,65 +350,6 @@ def test_a_thread_that_is_slow_to_begin_its_task_is_not_counted_on(mailbox):
     assert done.wait(30)
 
 
-class Turnstile:
-    """A lock. ``before`` is called, once, before the thread ``of`` gets it."""
-
-    def __init__(self):
-        self.lock, self.of, self.before = threading.Lock(), None, None
-
-    def __enter__(self):
-        if threading.get_ident() == self.of:
-            self.of = None
-            self.before()
-        self.lock.acquire()
-
-    def __exit__(self, *error):
-        self.lock.release()
-
-
-def test_a_thread_that_is_not_needed_while_another_looks_does_not_leave_nobody_behind(mailbox, waiting):
-    """The standby parks just when the primary goes to run a task, since a thread that waits for an answer looks."""
-    assert mailbox.future().result(30)
-    until(lambda: mailbox.progress._free == 2)
-    counting = mailbox.progress._counting = Turnstile()
-    look, done, waits = mailbox.look, threading.Event(), []
-
-    def looked():
-        found = look()
-        if found[1] is not None:
-            counting.of, mailbox.progress._look = threading.get_ident(), look
-        return found
-
-    def until_the_standby_parks():
-        waits.append(waiting())
-        until(lambda: mailbox.progress._parked)
-
-    counting.before, mailbox.progress._look = until_the_standby_parks, looked
-    mailbox.tasks.put(lambda: done.wait(30))
-    until(lambda: mailbox.progress._busy)
-    ((thread, answer),) = waits
-    answer.set_result(None)
-    thread.join(30)
-    mailbox.tasks.put(done.set)
-    assert done.wait(5)
-
-
-def test_who_has_waited_in_a_task_looks_as_soon_as_the_task_is_done(monkeypatch):
-    """Whoever sleeps until others may have stopped looking sleeps to the end of the test here."""
-    end = threading.Event()
-    monkeypatch.setattr(mpi_progress, "nap", lambda quiet, *, may_spin, longer=1: 0.0)
-    monkeypatch.setattr(mpi_progress, "pause", lambda seconds: end.wait(30) if seconds else os.sched_yield())
-    mailbox = Mailbox()
-    try:
-        waited = concurrent.futures.Future()
-        mailbox.tasks.put(lambda: waited.set_result(mailbox.progress.wait_for((mailbox.future(),), 30)))
-        waited.result(30)
-        assert mailbox.future().result(10)
-    finally:
-        end.set()
-        mailbox.stop()
-
-
 def test_waiting_ends_with_its_time(mailbox):
     never = concurrent.futures.Future()
     mailbox.progress.wait_for((never,), 0.05)
@@ -372,9 +388,38 @@ def test_housekeeping_that_fails_goes_on(mailbox, caplog):
     assert "a broom broke" in caplog.text
 
 
-@given(st.floats(polling.SPIN, 1e6), st.booleans())
-def test_a_nap_is_a_small_share_of_the_quiet_time(quiet, may_spin):
-    nap = polling.nap(quiet, may_spin=may_spin)
-    assert polling.SHORTEST <= nap <= (polling.LONGEST if may_spin else polling.LONGEST_BESIDE_OTHERS)
+def test_a_second_long_task_does_not_delay_the_third(belled):
+    """The standby, which looks every hour here, is woken as the second begins."""
+    until(lambda: belled.bell.asleep == {SERVES})
+    done, third = threading.Event(), concurrent.futures.Future()
+    belled.progress._needed.release()  # in place of the tick after which the first is known to run long
+    for task in (done.wait, done.wait, lambda: third.set_result(1)):
+        belled.come(task)
+        until(belled.tasks.empty)
+    assert third.result(30)
+    done.set()
+
+
+@given(st.floats(0, 1e6))
+def test_a_nap_is_a_small_share_of_the_quiet_time(quiet):
+    nap = polling.nap(quiet)
+    assert polling.SHORTEST <= nap <= polling.LONGEST
     assert nap <= max(polling.SHORTEST, quiet / polling.SHARE)
-    assert polling.nap(0.0, may_spin=may_spin) == (0 if may_spin else polling.SHORTEST)
+
+
+@given(st.lists(st.floats(1e-6, 1.0), min_size=200, max_size=200))
+def test_probing_is_within_its_bounds(times):
+    probing = Probing()
+    for took in times:
+        probing.learn(took)
+        assert Probing.SHORTEST <= probing.seconds <= Probing.LONGEST
+
+
+@pytest.mark.parametrize(
+    ("took", "seconds"), [(10e-6, 50e-6), (150e-6, 300e-6), (400e-6, 500e-6), (2e-3, 50e-6), (1.0, 50e-6)]
+)
+def test_probing_takes_twice_as_long_as_answers_take_unless_they_take_too_long_to_probe_for(took, seconds):
+    probing = Probing()
+    for _ in range(500):
+        probing.learn(took)
+    assert probing.seconds == pytest.approx(seconds, rel=0.05)

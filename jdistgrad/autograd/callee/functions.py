@@ -29,10 +29,10 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
 from jdistgrad.rpc.functions import JITTED, ServedFunction, describe
 from jdistgrad.rpc.futures import answer_of
-from jdistgrad.rpc.references.handles import NO_MARKS
-from jdistgrad.rpc.references.owned import Owned
-from jdistgrad.rpc.references.rref import RRef
-from jdistgrad.rpc.serving.server import with_values
+from jdistgrad.rpc.handles import NO_MARKS
+from jdistgrad.rpc.owned import Owned
+from jdistgrad.rpc.rref import RRef
+from jdistgrad.rpc.server import with_values
 from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import check_kept

@@ -30,9 +30,9 @@ from jdistgrad.autograd.values.typed import MadeOf
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.rpc.futures import answer_of
-from jdistgrad.rpc.references.handles import NO_MARKS
-from jdistgrad.rpc.references.rref import ByReference, RRef
-from jdistgrad.rpc.serving.server import delivered
+from jdistgrad.rpc.handles import NO_MARKS
+from jdistgrad.rpc.rref import ByReference, RRef
+from jdistgrad.rpc.server import delivered
 
 
 @dataclasses.dataclass(frozen=True)

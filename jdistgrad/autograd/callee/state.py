@@ -15,7 +15,7 @@ import jax
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import Args, ServedFunction, describe
-from jdistgrad.rpc.references.rref import ByReference, RRef
+from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import from_token
 

@@ -19,7 +19,7 @@ from jdistgrad.autograd.values.typed import ArraysOf
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.serving.server import replace_unmade
+from jdistgrad.rpc.server import replace_unmade
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token

@@ -20,10 +20,10 @@ from jdistgrad.autograd.tape.tape import current_tape, gradient_link, next_numbe
 from jdistgrad.autograd.values.holes import Layout, Results, arrays_of, as_jax, reference_of
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.rpc.claims import Claim
 from jdistgrad.rpc.current import current_scope, within
-from jdistgrad.rpc.references.claims import Claim
-from jdistgrad.rpc.references.handles import NO_MARKS
-from jdistgrad.rpc.references.rref import by_reference
+from jdistgrad.rpc.handles import NO_MARKS
+from jdistgrad.rpc.rref import by_reference
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import ArrayBlock
 from jdistgrad.wire.ids import as_token, from_token

@@ -17,8 +17,8 @@ from jdistgrad.autograd.tape.tape import current_tape, replaying
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Operation, Shapes, Started
 from jdistgrad.autograd.values.typed import MadeOf
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references.handles import NO_MARKS
-from jdistgrad.rpc.references.weights import WHOLE
+from jdistgrad.rpc.handles import NO_MARKS
+from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.ids import as_token
 

@@ -20,7 +20,7 @@ from jdistgrad.autograd.values.primitive import Batched, Started, bind
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.by_value import OWN, Cached
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.references.rref import RRef
+from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 
 

@@ -22,7 +22,7 @@ from jdistgrad.autograd.values.holes import can_be_traced
 from jdistgrad.autograd.values.primitive import operations_in
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.references.handles import Handle, is_handle, without_handles
+from jdistgrad.rpc.handles import Handle, is_handle, without_handles
 from jdistgrad.rpc.worker import Worker, find_worker
 
 P = ParamSpec("P")

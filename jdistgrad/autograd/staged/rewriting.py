@@ -20,7 +20,7 @@ from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
 from jdistgrad.autograd.values.holes import Uniform, is_differentiable
 from jdistgrad.autograd.values.primitive import operations_in
-from jdistgrad.rpc.references.handles import NO_MARKS
+from jdistgrad.rpc.handles import NO_MARKS
 
 ADDITIONS = {"add", "add_any"}
 SMALL = 1 << 16  # bytes; arrays up to this size become constants

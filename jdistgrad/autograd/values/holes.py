@@ -13,8 +13,8 @@ import numpy as np
 
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.references.handles import marks_of, with_marks
-from jdistgrad.rpc.references.rref import ByReference, RRef
+from jdistgrad.rpc.handles import marks_of, with_marks
+from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.traced_hook import is_traced, staging
 from jdistgrad.wire.arrays import as_jax_array
 

@@ -16,7 +16,7 @@ from jdistgrad.data_parallel.collectives.mpi import MPI
 from jdistgrad.data_parallel.collectives.rank_devices import UnusableDevicesError
 from jdistgrad.data_parallel.collectives.roll_call import agree
 from jdistgrad.errors import CollectiveError, WorkerLostError
-from jdistgrad.rpc.calls.caller import checked_timeout
+from jdistgrad.rpc.caller import checked_timeout
 from jdistgrad.rpc.worker import current_worker
 
 log = logging.getLogger("jdistgrad.data_parallel")

@@ -28,7 +28,7 @@ from jdistgrad.data_parallel.collectives.spanning import Finish, Program, Span, 
 from jdistgrad.data_parallel.collectives.world import FOR_ANY_WORLD, CollectiveEntry, WatchedBlock, raise_lost
 from jdistgrad.errors import CollectiveError, WorkerLostError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
-from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.worker import find_worker
 from jdistgrad.threads import usable_cores
 from jdistgrad.wire import launcher_env

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad.ffi.sites import is_cancelled
-from jdistgrad.rpc.members.watchdog import CollectiveEntry as CollectiveEntry, Participation
+from jdistgrad.rpc.watchdog import CollectiveEntry as CollectiveEntry, Participation
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire.polling import poll
 

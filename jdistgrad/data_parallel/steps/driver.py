@@ -26,7 +26,7 @@ from jdistgrad.data_parallel.steps.reduction import Communication, Reduction
 from jdistgrad.data_parallel.steps.segments import Segmented
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
-from jdistgrad.rpc.references.handles import is_handle, without_handles
+from jdistgrad.rpc.handles import is_handle, without_handles
 
 WIDE = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
 

@@ -19,7 +19,7 @@ from jdistgrad.data_parallel.buckets.static_parts import removed, static_parts
 from jdistgrad.data_parallel.collectives.spanning import Span
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.functions import Args, Kwargs
-from jdistgrad.rpc.references.handles import without_handles
+from jdistgrad.rpc.handles import without_handles
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import numpy as np
 from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import EncodingError, StaleReferenceError
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.rpc.references.weights import Gift, Weight
+from jdistgrad.rpc.weights import Gift, Weight
 from jdistgrad.wire.message import Parcel
 
 T = TypeVar("T")

@@ -16,9 +16,9 @@ from typing import Any
 
 from jdistgrad.errors import RemoteError
 from jdistgrad.rpc.by_value import ObjectPickler
-from jdistgrad.rpc.references.claims import encoding
+from jdistgrad.rpc.claims import encoding
 
-PACKAGE = str(pathlib.Path(__file__).parents[2]) + os.sep
+PACKAGE = str(pathlib.Path(__file__).parents[1]) + os.sep
 SHORT = 160  # characters
 SHOWN = 20  # frames at each end of a traceback: an endless recursion has a thousand between them
 

@@ -5,20 +5,21 @@ import logging
 import math
 import threading
 import time
+import types
 from collections.abc import Callable
 from typing import Any
 
-from jdistgrad import errors
+from jdistgrad import errors, events
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.calls.pending import call_served
+from jdistgrad.rpc.claims import StandIn
 from jdistgrad.rpc.current import within
+from jdistgrad.rpc.failures import Failure, pack, spelled
 from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction
 from jdistgrad.rpc.futures import refuse_coroutine
 from jdistgrad.rpc.mailbox import Mailbox, Running
-from jdistgrad.rpc.references.claims import StandIn
-from jdistgrad.rpc.references.rref import ByReference, RRef
+from jdistgrad.rpc.pending import call_served
+from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.scopes import ScopeTable
-from jdistgrad.rpc.serving.failures import Failure, pack, spelled
 from jdistgrad.wire.message import Kind, Message
 
 OF_REFERENCES = "owner", "to_here", "local_value", "is_owner", "rpc_sync", "rpc_async", "remote"
@@ -62,7 +63,8 @@ class Served(Running):
                 self.thread = 0
                 result.add_done_callback(lambda future: self._finish(future.result))
                 return
-            refuse_coroutine(result)
+            if isinstance(result, types.CoroutineType):
+                refuse_coroutine(result)
         except BaseException as raised:
             result, error = None, raised
         self._end(result, error)
@@ -71,23 +73,29 @@ class Served(Running):
         self._mailbox.work.served(self._message.source)
 
     def _called(self) -> Any:
-        mailbox, scopes = self._mailbox, self._scopes
-        function, args, kwargs, *scope = mailbox.open(self._message)
-        self._message.body, self.function = None, function
+        message = self._message
+        function, args, kwargs = self._mailbox.open(message)
+        message.body, self.function = None, function
         try:
-            with within(scopes.enter(scope[0], self._message.source) if scope else None):
-                if not (isinstance(function, ServedFunction) and function.takes_references):
-                    args, kwargs = delivered(args, kwargs)
-                mailbox.wait_for_arguments((args, kwargs))
-                result = function(*args, **kwargs)
-                mailbox.finish_programs(result)
-                return result
+            if message.scope is None:
+                return self._run(function, args, kwargs)
+            with within(self._scopes.enter(message.scope, message.source)):
+                return self._run(function, args, kwargs)
         except BaseException as error:
             if isinstance(function, ServedFunction):
                 function.failed(error)
             if isinstance(error, AttributeError) and error.name in OF_REFERENCES:
                 error.add_note(BY_VALUE)
             raise
+
+    def _run(self, function: Any, args: Args, kwargs: Kwargs) -> Any:
+        evidently_values = not kwargs and trees.LEAVES.issuperset(map(type, args))
+        if not (evidently_values or (isinstance(function, ServedFunction) and function.takes_references)):
+            args, kwargs = delivered(args, kwargs)
+        self._mailbox.wait_for_arguments((args, kwargs))
+        result = function(*args, **kwargs)
+        self._mailbox.finish_programs(result)
+        return result
 
     def _end(self, result: Any, error: BaseException | None) -> None:
         """Answer, and report the event. Raises nothing."""
@@ -98,7 +106,8 @@ class Served(Running):
                 self._value.set_result(result) if failure is None else self._value.set_exception(failure.to_raise())
                 result = None
             self._answer(result, failure)
-            call_served(self._message.id, self.function, worker, self.since, failed=failure is not None)
+            if events.sink is not None:
+                call_served(self._message.id, self.function, worker, self.since, failed=failure is not None)
         except errors.WorkerLostError as gone:
             log.debug("%s: nobody waits for the answer to %s any more: %s", worker, self, gone)
         except BaseException as unsent:
@@ -136,8 +145,6 @@ def delivered(args: Args, kwargs: Kwargs) -> Any:
 
     There is no timeout here, because the call has one.
     """
-    if not kwargs and all(map(trees.is_plain, args)):
-        return args, kwargs
     fetched: dict[RRef[Any], concurrent.futures.Future[Any]] = {}
 
     def start(leaf: Any) -> Any:

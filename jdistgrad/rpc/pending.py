@@ -14,15 +14,20 @@ from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import InterruptibleFuture
 
+_completing = threading.Lock()
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Pending:
     """A pending call: one that has been sent and not answered.
 
     Attributes:
-      context: the id of the scope it was made in, or None.
+      future: what its caller got; None if the caller waits for the answer itself.
+      since: when it was made.
+      scope: that in which it was made, or None.
       thread: the thread that made it.
-      bytes: how many its message has; 0 until it has been sent.
+      bytes: how many its message has, if it has a future; 0 until it has been sent.
+      done: whether it is answered, expired or failed, if it has no future; ``outcome`` then opens the answer.
     """
 
     id: int
@@ -33,12 +38,31 @@ class Pending:
     deadline: float
     future: Any
     since: float = 0.0
-    context: int | None = None
+    scope: Any = None
     thread: int = 0
     bytes: int = 0
+    done: bool = False
+    outcome: Any = None
+    _sleeper: Any = None  # a future for a caller that sleeps
+
+    def complete(self, opener: Any) -> None:
+        self.outcome = opener
+        with _completing:
+            self.done, sleeper = True, self._sleeper
+        if sleeper is not None:
+            sleeper.set_result(None)
+
+    def futures(self) -> tuple[InterruptibleFuture[None]]:
+        """Return a future that is done when the call is, for a caller that sleeps meanwhile."""
+        with _completing:
+            if self._sleeper is None:
+                self._sleeper = InterruptibleFuture()
+                if self.done:
+                    self._sleeper.set_result(None)
+            return (self._sleeper,)
 
     def __str__(self) -> str:
-        context = "" if self.context is None else f" in context {spell(self.context)}"
+        context = "" if self.scope is None else f" in context {spell(self.scope.id)}"
         return f"{describe(self.function)} on {self.peer}, called by {self.caller} as call {spell(self.id)}{context}"
 
 
@@ -61,7 +85,8 @@ class PendingCalls:
     def open(self, call: Pending) -> None:
         with self._lock:
             self._by_id[call.id] = call
-            self.first_deadline = min(self.first_deadline, call.deadline)
+            if call.deadline < self.first_deadline:
+                self.first_deadline = call.deadline
 
     def sent(self, call: Pending, size: int) -> None:
         """Note the size of a call's message, unless the call has been answered since."""
@@ -84,19 +109,23 @@ class PendingCalls:
     def close(self, identifier: int) -> Pending | None:
         """Remove and return a call, or None if it is no longer there (late answer)."""
         with self._lock:
-            call = self._by_id.get(identifier)
-            return None if call is None else self._remove(call)
+            call = self._by_id.pop(identifier, None)
+            if call is not None and call.bytes:
+                self._left(call)
+            return call
 
     def expire(self, now: float) -> list[Pending]:
         with self._lock:
-            expired = [self._remove(call) for call in list(self._by_id.values()) if call.deadline <= now]
+            expired = [call for call in self._by_id.values() if call.deadline <= now]
+            self._remove(expired)
             self.first_deadline = min((call.deadline for call in self._by_id.values()), default=math.inf)
             return expired
 
     def close_all(self, peer: int | None = None) -> list[Pending]:
         with self._lock:
             calls = [call for call in self._by_id.values() if peer is None or call.peer.rank == peer]
-            return [self._remove(call) for call in calls]
+            self._remove(calls)
+            return calls
 
     def now(self) -> list[Pending]:
         """Return all calls, without the lock: a thread that stands still may hold it."""
@@ -106,13 +135,16 @@ class PendingCalls:
         with self._lock:
             return {call.peer.rank for call in self._by_id.values()}
 
-    def _remove(self, call: Pending) -> Pending:
-        del self._by_id[call.id]
+    def _remove(self, calls: list[Pending]) -> None:
+        for call in calls:
+            del self._by_id[call.id]
+            self._left(call)
+
+    def _left(self, call: Pending) -> None:
         self.bytes -= call.bytes
         if call.bytes and self._leaving is not None:
             self._leaving.set_result(None)
             self._leaving = None
-        return call
 
 
 # Events. What goes to the listeners is put together only when they want to see it. It never refers to the function,

@@ -10,13 +10,13 @@ from jdistgrad import errors
 from jdistgrad._compat import forget_failed_effects
 from jdistgrad.config import settings
 from jdistgrad.rpc import current
-from jdistgrad.rpc.calls.caller import checked_timeout
+from jdistgrad.rpc.caller import checked_timeout
 from jdistgrad.rpc.current import seat
 from jdistgrad.rpc.directory import Names, WorkerInfo
-from jdistgrad.rpc.members.losses import Callback
-from jdistgrad.rpc.serving.failures import in_short, spelled
+from jdistgrad.rpc.failures import in_short, spelled
+from jdistgrad.rpc.losses import Callback
+from jdistgrad.rpc.opening import close, open_local, open_mpi, refuse_second_world
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
-from jdistgrad.rpc.worlds.opening import close, open_local, open_mpi, refuse_second_world
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt

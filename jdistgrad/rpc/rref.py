@@ -10,17 +10,16 @@ import numpy as np
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.corrections import Elsewhere
 from jdistgrad.errors import DifferentiationError, NotOwnerError, StaleReferenceError
-from jdistgrad.rpc import traced_hook, trees
-from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc import claims, traced_hook, trees
+from jdistgrad.rpc.caller import Caller
+from jdistgrad.rpc.claims import Claim, Key, MissingClaim, RuntimeKey, StandIn
 from jdistgrad.rpc.current import fork_error
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.futures import done_future
+from jdistgrad.rpc.handles import HANDLE, Handle, is_gradient, renewed
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
-from jdistgrad.rpc.references import claims
-from jdistgrad.rpc.references.claims import Claim, Key, MissingClaim, RuntimeKey, StandIn
-from jdistgrad.rpc.references.handles import HANDLE, Handle, is_gradient, renewed
-from jdistgrad.rpc.references.table import References
+from jdistgrad.rpc.references import References
 from jdistgrad.wire import ids
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from types import TracebackType
 from mpi4py import MPI
 
 from jdistgrad.config import settings
-from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.mpi_failures import failed

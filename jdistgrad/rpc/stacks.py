@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.members.watchdog import where
+from jdistgrad.rpc.watchdog import where
 from jdistgrad.threads import started
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from jdistgrad.errors import StaleReferenceError
-from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Weight
+from jdistgrad.rpc.weights import NOTHING, WHOLE, Weight
 from jdistgrad.wire.ids import spell, worker_of
 from jdistgrad.wire.interrupts import InterruptibleFuture
 

@@ -11,12 +11,13 @@ import threading
 import time
 
 from jdistgrad import errors
-from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc.caller import Caller
+from jdistgrad.rpc.losses import Losses
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.rpc.members.losses import Losses
-from jdistgrad.rpc.members.peers import Peers
-from jdistgrad.rpc.members.termination import Patience, Report, Survey, describe
-from jdistgrad.rpc.references.table import Releasing
+from jdistgrad.rpc.peers import Peers
+from jdistgrad.rpc.references import Releasing
+from jdistgrad.rpc.termination import Patience, Report, Survey, describe
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 from jdistgrad.wire.polling import poll
 
@@ -118,7 +119,8 @@ class Closing:
         mailbox = self._mailbox
         for peer in sorted(set(range(mailbox.size)) - (self._peers.lost.keys() if mailbox.survives else set())):
             try:
-                mailbox.post(peer, Message(kind, mailbox.rank, self._round))
+                with put_off_interrupt():
+                    mailbox.post(peer, Message(kind, mailbox.rank, self._round))
             except errors.WorkerLostError:
                 if mailbox.survives:
                     continue

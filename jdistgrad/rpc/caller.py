@@ -10,18 +10,19 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
-from jdistgrad import errors
+from jdistgrad import errors, events
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.config import settings
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.calls.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.futures import IS_ASYNC, CallFuture, Outcome
 from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox
+from jdistgrad.rpc.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 
 AnyWorker = str | int | WorkerInfo
@@ -42,29 +43,37 @@ class Caller:
         self.pending = PendingCalls()
 
     def rpc_sync(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
-        call = function, args, kwargs
-        future = self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=False)
+        """Call, and look for the answer on this thread: no future is made."""
+        mailbox, call = self._mailbox, (function, args, kwargs)
+        pending = self._pending(mailbox.ids.next(), mailbox.directory.find(to), call, timeout, None)
+        with put_off_interrupt():
+            self._send(Kind.CALL, pending, call, snapshot=False)
+            mailbox.transport.wait(pending)
+        while not pending.done:  # Ctrl-C has ended the wait, and its handler has raised nothing
+            with put_off_interrupt():
+                mailbox.transport.wait(pending)
+        result, error = pending.outcome()
+        if error is None:
+            return result
         try:
-            return future.result()
-        except KeyboardInterrupt:
-            future.cancel()
-            raise
+            raise error
         finally:
-            del future  # it holds the error, whose traceback refers to this frame
+            del error, pending  # the traceback refers to this frame
 
     def rpc_async(
         self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None
     ) -> CallFuture[Any]:
         call = function, args, kwargs
-        return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout, snapshot=True)
+        return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout)
 
     def start(
-        self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None, *, snapshot: bool
+        self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None
     ) -> CallFuture[Any]:
-        peer = self._mailbox.directory.find(to)
-        pending = self._pending(identifier, peer, call, timeout)
-        future: CallFuture[Any] = pending.future
-        self._send(kind, pending, scoped(call, peer.rank), snapshot=snapshot)
+        mailbox = self._mailbox
+        future = CallFuture[Any](mailbox.transport)
+        pending = self._pending(identifier, mailbox.directory.find(to), call, timeout, future)
+        with put_off_interrupt():
+            self._send(kind, pending, call, snapshot=True)
         return future
 
     def start_all(self, to: Iterable[AnyWorker], call: Invocation, timeout: float | None) -> list[CallFuture[Any]]:
@@ -73,21 +82,26 @@ class Caller:
         Raises if no worker can be sent this call, before anything is sent.
         """
         peers = self._mailbox.directory.find_all(to)
-        calls = [self._pending(self._mailbox.ids.next(), peer, call, timeout) for peer in peers]
+        mailbox = self._mailbox
+        futures = [CallFuture[Any](mailbox.transport) for _ in peers]
+        calls = [
+            self._pending(mailbox.ids.next(), peer, call, timeout, future)
+            for peer, future in zip(peers, futures, strict=True)
+        ]
         if not calls:
             return []
-        *_, body = [scoped(call, peer.rank) for peer in peers]
         try:
-            body = self._mailbox.for_several(body)
+            body = mailbox.for_several(call)
         except CANNOT_BE_SENT as error:
             rest = f" and {len(calls) - 1} more" if len(calls) > 1 else ""
             raise type(error)(f"cannot call {calls[0]}{rest}: {error}") from error
         for pending in calls:
             try:
-                self._send(Kind.CALL, pending, body, snapshot=True)
+                with put_off_interrupt():
+                    self._send(Kind.CALL, pending, body, snapshot=True)
             except Exception as error:
                 self._fail(pending, error)
-        return [pending.future for pending in calls]
+        return futures
 
     def make_room(self) -> None:
         """Wait while the calls that are not answered yet have more bytes of arguments than the settings allow.
@@ -102,21 +116,34 @@ class Caller:
                 self._mailbox.transport.wait_for((leaving,), None)
                 leaving.result()
 
-    def _pending(self, identifier: int, peer: WorkerInfo, call: Invocation, timeout: float | None) -> Pending:
+    def _pending(
+        self,
+        identifier: int,
+        peer: WorkerInfo,
+        call: Invocation,
+        timeout: float | None,
+        future: CallFuture[Any] | None,
+    ) -> Pending:
         mailbox = self._mailbox
-        check_call(call, peer, handed_over=mailbox.hands_over or peer.rank == mailbox.rank)
+        check_call(call, peer, handed_over=mailbox.hands_over or peer is mailbox.info)
         seconds = mailbox.timeout if timeout is None else checked_timeout(timeout)
-        now, future, scope = time.monotonic(), CallFuture[Any](mailbox.transport.wait_for), current_scope()
-        origin = None if scope is None else scope.id, threading.get_ident()
+        now = time.monotonic()
+        origin = current_scope(), threading.get_ident()
         return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now, *origin)
 
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
-        mailbox, peer = self._mailbox, pending.peer.rank
+        """Send a call; if it was made in a scope, the scope then includes the peer."""
+        mailbox, peer, scope = self._mailbox, pending.peer.rank, pending.scope
+        message = Message(kind, mailbox.rank, pending.id, body)
         try:
+            if scope is not None:
+                message.scope = scope.id
+                scope.includes(peer)
             self.pending.open(pending)
             self._check(pending)  # now: a later close, or loss of a peer, finds this call in the table
-            size = mailbox.post(peer, Message(kind, mailbox.rank, pending.id, body), snapshot=snapshot)
-            self.pending.sent(pending, size)
+            parcel = mailbox.post(peer, message, snapshot=snapshot)
+            if parcel is not None and pending.future is not None:
+                self.pending.sent(pending, parcel.bytes)
         except BaseException as error:
             self.pending.close(pending.id)
             if isinstance(error, CANNOT_BE_SENT):
@@ -132,8 +159,13 @@ class Caller:
             why = f"nobody waits for the answer to call {spell(message.id)}"
             self._mailbox.refuse(message.source, f"a {message.kind.name}", why)
         else:
-            call_ended(pending, failed=message.kind is Kind.FAILURE)
-            self._complete(pending, functools.partial(self._outcome, message))
+            if events.sink is not None:
+                call_ended(pending, failed=message.kind is Kind.FAILURE)
+            opener = functools.partial(self._outcome, message)
+            if pending.future is None:
+                pending.complete(opener)
+            else:
+                self._complete(pending, opener)
 
     def _outcome(self, message: Message) -> Outcome:
         body = self._mailbox.open(message)
@@ -160,17 +192,11 @@ class Caller:
         self._complete(pending, lambda: (None, error))
 
     def _complete(self, pending: Pending, opener: Callable[[], Outcome]) -> None:
-        run = functools.partial(self._mailbox.run_callbacks, CALLBACKS, pending.function, pending.peer.rank)
-        pending.future.answer(opener, run)
-
-
-def scoped(call: Invocation, peer: int) -> tuple[Any, ...]:
-    """Return the call with the id of the scope it was made in, if any; the scope then includes the peer."""
-    scope = current_scope()
-    if scope is None:
-        return call
-    scope.includes(peer)
-    return *call, scope.id
+        if pending.future is None:
+            pending.complete(opener)
+        else:
+            run = functools.partial(self._mailbox.run_callbacks, CALLBACKS, pending.function, pending.peer.rank)
+            pending.future.answer(opener, run)
 
 
 def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None:

@@ -1,7 +1,7 @@
 """What a worker does when another is lost, so that the world can go on without it.
 
 The calls that wait for the lost worker fail first (``worker``). Here its account of references is settled
-(``references/weights``), the contexts that it opened are let go, those that it took part in fail what still waits in
+(``weights``), the contexts that it opened are let go, those that it took part in fail what still waits in
 them, and the callbacks of ``on_lost`` run. The survivors tell each other whom they have lost, so that all give up the
 same workers.
 
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from jdistgrad import errors
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import ON_LOST, Mailbox
-from jdistgrad.rpc.members.peers import Peers
-from jdistgrad.rpc.references.table import References, Releasing
+from jdistgrad.rpc.peers import Peers
+from jdistgrad.rpc.references import References, Releasing
 from jdistgrad.rpc.scopes import Scope, ScopeTable
 from jdistgrad.wire.ids import spell, worker_of
 from jdistgrad.wire.message import Kind, Message

@@ -16,6 +16,7 @@ from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -111,7 +112,8 @@ class Peers:
         for peer in range(mailbox.size):
             if peer != mailbox.rank and peer not in self.lost:
                 try:
-                    mailbox.post(peer, Message(Kind.LEAVE, mailbox.rank, 0, why))
+                    with put_off_interrupt():
+                        mailbox.post(peer, Message(Kind.LEAVE, mailbox.rank, 0, why))
                 except errors.WorkerLostError:
                     log.debug("%s: rank %d has gone before", mailbox.info, peer)
                 except (errors.WireError, errors.WorldClosedError) as error:

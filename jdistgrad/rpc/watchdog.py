@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 from jdistgrad import errors
 from jdistgrad.config import settings
-from jdistgrad.rpc.calls.caller import Caller
+from jdistgrad.rpc.caller import Caller
+from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.mailbox import Mailbox, current_part
-from jdistgrad.rpc.members.closing import Closing
-from jdistgrad.rpc.members.peers import Peers
+from jdistgrad.rpc.peers import Peers
 from jdistgrad.threads import frames
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
@@ -37,7 +37,7 @@ ONLY_SERVES = (
     "function_with_the_collective)"
 )
 CROSSED_SECONDS = 6.0  # how long two workers may wait for each other in different collectives before it is an error
-PACKAGE = str(pathlib.Path(__file__).parents[2])
+PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
 @dataclasses.dataclass(frozen=True)

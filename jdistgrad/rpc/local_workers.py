@@ -10,13 +10,13 @@ import numpy as np
 from jdistgrad import errors
 from jdistgrad.ffi.dispatch import provide_threads
 from jdistgrad.rpc import current
-from jdistgrad.rpc.calls.caller import checked_timeout
+from jdistgrad.rpc.caller import checked_timeout
 from jdistgrad.rpc.current import seat
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.serving.failures import in_short
+from jdistgrad.rpc.failures import in_short
+from jdistgrad.rpc.opening import close, open_local, refuse_second_world
 from jdistgrad.rpc.worker import Worker, find_worker
-from jdistgrad.rpc.worlds.opening import close, open_local, refuse_second_world
-from jdistgrad.rpc.worlds.worlds import shutdown
+from jdistgrad.rpc.worlds import shutdown
 from jdistgrad.threads import started, stop
 from jdistgrad.wire.ids import MAX_WORKERS
 from jdistgrad.wire.interrupts import put_off_interrupt, wait_in_slices

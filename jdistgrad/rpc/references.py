@@ -9,14 +9,14 @@ from collections.abc import Collection, Iterable
 from typing import Any, TypeVar
 
 from jdistgrad import errors
-from jdistgrad.rpc.calls.caller import AnyWorker, Caller
+from jdistgrad.rpc.caller import AnyWorker, Caller
+from jdistgrad.rpc.claims import Claim, Drop, emptied, gifts_in
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, current_part
-from jdistgrad.rpc.references.claims import Claim, Drop, emptied, gifts_in
-from jdistgrad.rpc.references.owned import Owned, OwnerTable
-from jdistgrad.rpc.references.weights import NOTHING, WHOLE, Accounts, Weight
+from jdistgrad.rpc.owned import Owned, OwnerTable
 from jdistgrad.rpc.scopes import ScopeTable
+from jdistgrad.rpc.weights import NOTHING, WHOLE, Accounts, Weight
 from jdistgrad.wire.ids import worker_of
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message, Parcel
@@ -57,7 +57,7 @@ class References:
         identifier, owner = self._mailbox.ids.next(), self._mailbox.directory.find(to).rank
         call = function, args, kwargs
         with put_off_interrupt():
-            future = self._caller.start(Kind.REMOTE, identifier, owner, call, timeout, snapshot=True)
+            future = self._caller.start(Kind.REMOTE, identifier, owner, call, timeout)
             claim = self.claim(identifier, owner, WHOLE)
             claim.created = future
             return claim
@@ -273,7 +273,8 @@ class Releasing:
 
     def tell(self, peer: int, message: Message) -> None:
         try:
-            self._mailbox.post(peer, message)
+            with put_off_interrupt():
+                self._mailbox.post(peer, message)
         except (errors.WorkerLostError, errors.WorldClosedError):
             log.debug("%s: rank %d has gone before it could be told of %s", self._mailbox.info, peer, message.kind.name)
 

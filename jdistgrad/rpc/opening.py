@@ -14,13 +14,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.rpc import current, devices, directory
+from jdistgrad.rpc import current, devices, directory, jax_processes, stacks
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
+from jdistgrad.rpc.failures import spelled
 from jdistgrad.rpc.mailbox import Process
-from jdistgrad.rpc.serving.failures import spelled
 from jdistgrad.rpc.worker import Worker, find_worker
-from jdistgrad.rpc.worlds import jax_processes, stacks
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt
@@ -71,7 +70,7 @@ def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) 
         MPI = mpi_starts_when_every_rank_has_called_init()  # noqa: N806
     launcher_env.take_place()
 
-    from jdistgrad.rpc.worlds import mpi_exit
+    from jdistgrad.rpc import mpi_exit
     from jdistgrad.wire import mpi_failures
     from jdistgrad.wire.mpi import worlds_left
     from jdistgrad.wire.mpi_process import require_the_others, require_threads
@@ -101,7 +100,7 @@ def open_mpi(name: Names, timeout: float, *, with_devices: bool, survive: bool) 
 
 
 def _worker_of_rank(comm: Any, hello: Hello, timeout: float, *, with_devices: bool, survive: bool) -> Worker:
-    from jdistgrad.rpc.worlds import mpi_exit
+    from jdistgrad.rpc import mpi_exit
     from jdistgrad.wire import mpi_failures, mpi_process
     from jdistgrad.wire.doorbell import Doorbell
     from jdistgrad.wire.memory import SharedMemory

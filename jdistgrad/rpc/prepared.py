@@ -1,0 +1,93 @@
+"""What is the same in many messages: functions by name, and containers of arrays, whose numbers alone differ.
+
+Such a value has a key. Values with the same key have the same pickle stream.
+"""
+
+import sys
+import types
+from typing import Any
+
+import numpy as np
+
+from jdistgrad._compat import ARRAY
+from jdistgrad.rpc import by_value
+from jdistgrad.rpc.functions import JITTED, registered_name
+from jdistgrad.wire import pinned
+from jdistgrad.wire.arrays import ALIAS_FROM, bytes_of
+
+NUMBERS = "biufc"  # kinds of NumPy's dtypes whose memory Python can see
+BY_NAME = types.FunctionType, types.BuiltinFunctionType, JITTED
+SHORT = 64  # characters
+
+
+class _NoKeyError(Exception):
+    """A value has no key, or it would take longer to find than to pickle the value."""
+
+
+Arrays = dict[int, np.ndarray]  # by the identity of the array that is to be sent
+
+
+def key_of(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
+    """Return a value's key, or None; add its arrays, in the order in which they are pickled.
+
+    Arguments:
+      copies: of arrays on accelerators, in this process's memory.
+    """
+    try:
+        return _key(value, arrays, copies)
+    except (_NoKeyError, RecursionError, RuntimeError):  # JAX raises the last, for arrays whose bytes are not here
+        return None
+
+
+def _key(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
+    kind = type(value)
+    if kind is np.ndarray:
+        if value.dtype.kind not in NUMBERS or id(value) in arrays:
+            raise _NoKeyError
+        arrays[id(value)] = value
+        return value.dtype, value.shape
+    if kind is ARRAY:
+        host = np.asarray(value if copies is pinned.NONE else copies.of(value))
+        if host.dtype.kind not in NUMBERS or id(value) in arrays or (not host.shape and value.weak_type):
+            raise _NoKeyError
+        arrays[id(value)] = host
+        return kind, host.dtype, host.shape
+    if kind in BY_NAME:
+        return value, _place(value)
+    if value is None or kind is bool or (kind is str and len(value) <= SHORT):
+        return kind, value
+    if (kind is dict or kind is tuple) and not value:
+        return kind
+    return _key_of_container(kind, value, arrays, copies)
+
+
+def _key_of_container(kind: type, value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
+    """Return the key of a list, tuple or dict. A list or dict without arrays has none: it may be in several places."""
+    before, key = len(arrays), [kind]
+    if kind is dict:
+        if not all(type(name) is str for name in value):
+            raise _NoKeyError
+        key += value  # the names, in their order
+        value = value.values()
+    elif kind is not tuple and kind is not list:
+        raise _NoKeyError
+    for one in value:
+        key += (_key(one, arrays, copies),)
+    if kind is not tuple and len(arrays) == before:
+        raise _NoKeyError
+    return tuple(key)
+
+
+def _place(function: Any) -> tuple[str, int]:
+    """Return the module in which a function is found by its name, and what changes when it is to be sent by value."""
+    module, name = function.__module__, function.__name__
+    if getattr(sys.modules.get(module), name, None) is not function or registered_name(function):
+        raise _NoKeyError
+    return module, len(by_value.asked_for) if module == "__main__" else 0
+
+
+def memory_of(array: np.ndarray) -> memoryview:
+    """Return the memory of an array, in C order; as bytes, if the array is large."""
+    if array.nbytes < ALIAS_FROM and array.flags.c_contiguous:
+        return array.data
+    return bytes_of(array)
