@@ -47,7 +47,7 @@ class Probing:
     Whoever sleeps costs the other side a system call, and itself the time to wake up: 20 to 200 us.
     """
 
-    SHORTEST, LONGEST = 50e-6, 500e-6
+    SHORTEST, LONGEST, TOO_LONG = 50e-6, 300e-6, 2e-3
     FASTER, SLOWER = 1 / 4, 1 / 64  # weights of an answer that took less than the usual time, and more
 
     def __init__(self) -> None:
@@ -55,14 +55,14 @@ class Probing:
 
     @property
     def seconds(self) -> float:
-        if self._usual >= self.LONGEST:
+        if self._usual >= self.TOO_LONG:
             return self.SHORTEST
         return min(max(2 * self._usual, self.SHORTEST), self.LONGEST)
 
     def learn(self, took: float) -> None:
         """Take note of how long an answer took."""
         weight = self.FASTER if took < self._usual else self.SLOWER
-        self._usual += weight * (min(took, 2 * self.LONGEST) - self._usual)
+        self._usual += weight * (min(took, 2 * self.TOO_LONG) - self._usual)
 
 
 class Progress:

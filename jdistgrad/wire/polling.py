@@ -1,8 +1,8 @@
 """The pace of a thread that polls, where nobody rings a bell: ranks on other machines, and MPI's own operations.
 
-At first it looks without pause: to wake up takes as long. Then it naps for a fixed share of the time in which nothing has
-happened, so an event after ``t`` quiet seconds is noticed at most ``t / SHARE`` late: 6 % of the time the other side
-took.
+At first it looks without pause: to wake up takes as long. Then it naps for a fixed share of the time in which nothing
+has happened, so an event after ``t`` quiet seconds is noticed at most ``t / SHARE`` late: 6 % of the time the other
+side took.
 """
 
 import ctypes
