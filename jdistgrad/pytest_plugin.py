@@ -147,14 +147,12 @@ def size_and_reason(least: int, config: pytest.Config) -> tuple[int, str]:
     """Return the size of the MPI job, and why a test that needs so many workers cannot run in it, or ""."""
     if hasattr(config, "workerinput"):
         raise pytest.UsageError(A_WORKER_OF_XDIST)
-    from mpi4py import MPI
-
-    from jdistgrad.wire.mpi_process import why_alone
+    from jdistgrad.wire.mpi_process import WORLD, why_alone
 
     alone = why_alone()
     if alone:
         raise pytest.UsageError(f"{alone}. To remedy this, {launcher_env.TOGETHER}.")
-    size = MPI.COMM_WORLD.size
+    size = WORLD.size
     return size, f"needs {least} workers, and this job has {size}" if size < least else ""
 
 
@@ -221,9 +219,9 @@ def give_up(test: pytest.Item, seconds: float) -> None:
 def who() -> str:
     if not launcher_env.launched():
         return ""
-    from mpi4py import MPI
+    from jdistgrad.wire.mpi_process import WORLD
 
-    return f"rank {MPI.COMM_WORLD.rank}: "
+    return f"rank {WORLD.rank}: "
 
 
 @pytest.hookimpl(wrapper=True)
@@ -232,11 +230,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
     guarded = GUARDED in item.stash or "world_guard" in getattr(item, "fixturenames", ())
     if report.failed and guarded and launcher_env.launched():
-        from mpi4py import MPI
+        from jdistgrad.wire.mpi_process import WORLD
 
         print(f"\n{who()}{item.nodeid} failed\n{report.longreprtext}", file=sys.stderr, flush=True)
-        if MPI.COMM_WORLD.size > 1:
-            MPI.COMM_WORLD.Abort(1)
+        if WORLD.size > 1:
+            WORLD.Abort(1)
     return report
 
 
@@ -251,10 +249,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the MPI job if only some of its ranks stop early: the others would wait for them in the next test."""
     if STOPPED in config.stash and launcher_env.launched() and "mpi4py.MPI" in sys.modules:
-        from mpi4py import MPI
+        from jdistgrad.wire.mpi_process import WORLD, abort_job, missing_at_the_end
 
-        from jdistgrad.wire.mpi_process import abort_job, missing_at_the_end
-
-        missing = missing_at_the_end(MPI.COMM_WORLD, GRACE_SECONDS)
+        missing = missing_at_the_end(WORLD, GRACE_SECONDS)
         if missing:
             abort_job(f"{who()}pytest stopped ({config.stash[STOPPED]}), and did not on ranks {missing}")

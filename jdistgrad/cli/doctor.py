@@ -30,19 +30,10 @@ Facts = dict[str, Any]  # of one process
 def mpi() -> Facts:
     """Return the facts about the MPI library behind mpi4py. Starts MPI."""
     try:
-        from mpi4py import MPI
-
-        from jdistgrad.wire import mpi_failures, mpi_process
+        from jdistgrad.wire import mpi_process
     except (ImportError, RuntimeError) as error:
         return {"error": str(error)}
-    return {
-        "library": MPI.Get_library_version().split("\x00")[0].splitlines()[0].split(",")[0].strip(),
-        "threads": MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
-        "rank": MPI.COMM_WORLD.rank,
-        "size": MPI.COMM_WORLD.size,
-        "cannot_survive": mpi_failures.missing(started=False),
-        "why_alone": mpi_process.why_alone(),
-    }
+    return mpi_process.facts()
 
 
 def devices() -> Facts:
@@ -63,11 +54,12 @@ def mpi4jax() -> Facts:
         import jax.numpy as jnp
         from jax import default_device, jit, local_devices
         from mpi4jax import allreduce, has_cuda_support
-        from mpi4py import MPI
+
+        from jdistgrad.wire.mpi_process import SUM, WORLD
 
         with default_device(local_devices(backend="cpu")[0]):  # a GPU's pointers may crash MPI: see on_device
-            total = jit(lambda x: allreduce(x, op=MPI.SUM))(jnp.ones(3))
-        return {"works": bool((total == MPI.COMM_WORLD.size).all()), "cuda": bool(has_cuda_support())}
+            total = jit(lambda x: allreduce(x, op=SUM))(jnp.ones(3))
+        return {"works": bool((total == WORLD.size).all()), "cuda": bool(has_cuda_support())}
     except Exception as error:  # an extension module can fail to load in many ways: all are findings
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -205,12 +197,10 @@ def report() -> int:
         return 1
     if facts["mpi"]["why_alone"]:
         return told([facts]) if launcher_env.rank() == 0 else 1
-    from mpi4py import MPI
+    from jdistgrad.wire.mpi_process import WORLD, allgather
 
-    from jdistgrad.wire import mpi_process
-
-    everybody = mpi_process.allgather(MPI.COMM_WORLD, FACTS_TAG, [pickle.dumps(facts)])
-    return told([pickle.loads(found) for (found,) in everybody]) if MPI.COMM_WORLD.rank == 0 else 0
+    everybody = allgather(WORLD, FACTS_TAG, [pickle.dumps(facts)])
+    return told([pickle.loads(found) for (found,) in everybody]) if WORLD.rank == 0 else 0
 
 
 def told(ranks: Sequence[Facts]) -> int:

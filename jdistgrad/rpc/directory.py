@@ -58,10 +58,7 @@ class Hello:
     Attributes:
       facts: what must agree on all workers, see ``facts_of_this_process``.
       devices: this worker's part of the start of jax.distributed; None if that is not asked for.
-      process: this worker's process, as its neighbours name it; None unless the others survive it.
-      memory: the address of this worker's shared memory, see ``wire.memory``.
-      doorbell: the address of this worker's doorbell, see ``wire.doorbell``.
-      left: the worlds that this process has left whose communicators it has kept, see ``wire.mpi``.
+      offer: what other workers need to connect to this one, see ``wire.transport.Job``.
       card: the GPU that JAX will open in this process; "" if none, or unknown.
     """
 
@@ -69,10 +66,7 @@ class Hello:
     world: str
     facts: Mapping[str, str]
     devices: Any = None
-    process: Any = None
-    memory: str = ""
-    doorbell: str = ""
-    left: tuple[str, ...] = ()
+    offer: Any = None
     card: str = ""
 
 

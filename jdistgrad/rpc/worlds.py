@@ -15,7 +15,7 @@ from jdistgrad.rpc.current import seat
 from jdistgrad.rpc.directory import Names, WorkerInfo
 from jdistgrad.rpc.failures import in_short, spelled
 from jdistgrad.rpc.losses import Callback
-from jdistgrad.rpc.opening import close, open_local, open_mpi, refuse_second_world
+from jdistgrad.rpc.opening import close, open_local, open_process, refuse_second_world
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.ids import spell
@@ -86,7 +86,7 @@ def init(
     if launcher_env.launched():
         with_devices = settings.devices if devices is None else devices
         survives = settings.survive if survive is None else survive
-        worker = open_mpi(name, seconds, with_devices=with_devices, survive=survives)
+        worker = open_process(name, seconds, with_devices=with_devices, survive=survives)
         current.bind_process(worker)
     else:
         opened: Worker | None = None

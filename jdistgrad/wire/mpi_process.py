@@ -22,6 +22,7 @@ from jdistgrad.errors import WorldError
 from jdistgrad.wire import launcher_env, mpi_failures
 from jdistgrad.wire.polling import poll
 
+WORLD, SUM = MPI.COMM_WORLD, MPI.SUM
 CHUNK = 1 << 30  # bytes: more than this overflows the int that MPI counts with
 READ_SECONDS = 5.0  # how long mpirun may take to read what was printed
 ROLL_TAG, ROSTER_TAG, END_TAG = 31_071, 31_072, 31_073
@@ -52,6 +53,18 @@ def why_alone() -> str:
         f"each would be a world of its own. mpi4py uses {library}; the launcher is another MPI's, an srun that does "
         "not work with this MPI, or one that knows no MPI (torchrun)"
     )
+
+
+def facts() -> dict[str, Any]:
+    """Return what there is to say about the MPI of this process, for reports."""
+    return {
+        "library": MPI.Get_library_version().split("\x00")[0].splitlines()[0].split(",")[0].strip(),
+        "threads": MPI.Query_thread() >= MPI.THREAD_MULTIPLE,
+        "rank": WORLD.rank,
+        "size": WORLD.size,
+        "cannot_survive": mpi_failures.missing(started=False),
+        "why_alone": why_alone(),
+    }
 
 
 def require_the_others(what: str) -> None:

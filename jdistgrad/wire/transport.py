@@ -108,3 +108,32 @@ class Transport:
 
     def serve_only(self, *, only: bool) -> None:
         """Set whether the program does nothing of its own here, so that serving may use all of the CPU time."""
+
+
+class Job(Protocol):
+    """The processes that a launcher has started together, as worlds need them: to open, and to end."""
+
+    rank: int
+    size: int
+
+    def offer(self) -> Any:
+        """Return what the other ranks need to connect to this one, for its hello: a tuple that can be pickled."""
+
+    def withdraw(self) -> None:
+        """Undo ``offer``: the world does not open."""
+
+    def gather(self, hello: Any, timeout: float) -> list[Any]:
+        """Return the hellos of all ranks, by rank. Every rank must call it.
+
+        Raises:
+          WorldError: some ranks were missing after ``timeout`` seconds, or have died.
+        """
+
+    def connect(self, world: str, offers: Sequence[Any], timeout: float) -> Transport:
+        """Return a transport between all ranks, with their offers by rank. Every rank must call it."""
+
+    def dead(self) -> set[int]:
+        """Return the ranks that are known to have died."""
+
+    def end(self, cause: str) -> None:
+        """End all ranks now, because this one cannot go on, and print the cause."""

