@@ -66,6 +66,19 @@ def pair(found):
             row(f"    the average alone, {what}", milliseconds(found[reduction]), "", "", "")
 
 
+def mapped(found):
+    """Print round trips before and after the shared memory was registered with the devices."""
+    refused = next((why for why in found["refused"] if why), "")
+    size = f"{found['large_bytes'][0] / 2**20:.0f} MiB"
+    for key, what in (("small", "4 B on a device"), ("large", size)):
+        times = ratio(found[f"{key}_mapped"], found[key])
+        other = f"without {milliseconds(found[key])}"
+        after = milliseconds(found[f"{key}_mapped"])
+        row(f"round trip of {what}, shared memory mapped", after, other, f"{times:.2f}", "")
+    if refused:
+        print(f"the memory was not mapped: {refused}")
+
+
 def spanning(found, n):
     by_hand = ratio(found["devices"], found["hand"])
     other = f"by hand {milliseconds(found['hand'])}"
@@ -82,6 +95,7 @@ def main():
         alone(repeated("alone", 1, chosen.rounds))
     with section(f"two ranks, {about}"):
         pair(repeated("pair", 2, chosen.rounds))
+        mapped(repeated("mapped", 2, chosen.rounds))
     if gpus != 1:
         ranks = gpus or 2
         with section(f"{ranks} ranks over devices, {about}"):

@@ -5,7 +5,14 @@ import pathlib
 from helpers.jobs import output_of
 
 TABLE = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu" / "table.py"
-ROWS = ["to pinned host memory", "a step on a mesh of one", "round trip of 4 B", "the note's loop", "a step over "]
+ROWS = [
+    "to pinned host memory",
+    "a step on a mesh of one",
+    "round trip of 4 B",
+    "the note's loop",
+    "a step over ",
+    "shared memory mapped",
+]
 ROWS += ["a step in jax.jit", "the average alone, in jax.jit, on_device=True"]
 
 
