@@ -11,12 +11,16 @@ import numpy as np
 
 from jdistgrad._compat import ARRAY
 from jdistgrad.rpc import by_value
+from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.functions import JITTED, registered_name
 from jdistgrad.wire import pinned
-from jdistgrad.wire.arrays import ALIAS_FROM, bytes_of
+from jdistgrad.wire.arrays import ALIAS_FROM, ArrayBlock, bytes_of
 
 NUMBERS = "biufc"  # kinds of NumPy's dtypes whose memory Python can see
 BY_NAME = types.FunctionType, types.BuiltinFunctionType, JITTED
+BY_PARTS: set[type] = (
+    set()
+)  # classes whose pickle is a function, the same for all objects, and parts that may have a key
 SHORT = 64  # characters
 
 
@@ -45,7 +49,7 @@ def _key(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
         if value.dtype.kind not in NUMBERS or id(value) in arrays:
             raise _NoKeyError
         arrays[id(value)] = value
-        return value.dtype, value.shape
+        return value.dtype, value.shape, value.flags.writeable
     if kind is ARRAY:
         host = np.asarray(value if copies is pinned.NONE else copies.of(value))
         if host.dtype.kind not in NUMBERS or id(value) in arrays or (not host.shape and value.weak_type):
@@ -62,18 +66,24 @@ def _key(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
 
 
 def _key_of_container(kind: type, value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
-    """Return the key of a list, tuple or dict. A list or dict without arrays has none: it may be in several places."""
-    before, key = len(arrays), [kind]
+    """Return the key of what has parts. A list or dict without arrays has none: it may be in several places."""
+    before, key = len(arrays), list[Any]([kind])
     if kind is dict:
         if not all(type(name) is str for name in value):
             raise _NoKeyError
         key += value  # the names, in their order
         value = value.values()
+    elif kind in BY_PARTS:
+        (value,) = value.__reduce__()[1:2]
+    elif kind is ArrayBlock:
+        value = value.hosts()
+    elif kind is Cached:
+        return value
     elif kind is not tuple and kind is not list:
         raise _NoKeyError
     for one in value:
         key += (_key(one, arrays, copies),)
-    if kind is not tuple and len(arrays) == before:
+    if kind in (list, dict) and len(arrays) == before:
         raise _NoKeyError
     return tuple(key)
 

@@ -4,8 +4,7 @@ Reading a JAX CPU array makes no copy, and neither does making a JAX array of a 
 pickling copies extension dtypes (bfloat16 and the like) and non-contiguous arrays in band; this module never does.
 
 Arrays for compiled code on the other side (``ArrayBlock``) are sent as NumPy arrays, because making JAX arrays would
-take longer. Small ones travel as one block of bytes. A note describes their places in the block; it is the same in
-every run, so it is decoded only once.
+take longer.
 """
 
 import contextlib
@@ -13,7 +12,7 @@ import functools
 import math
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -38,7 +37,6 @@ TRACED = (
 )
 
 PickleReduction = tuple[Callable[..., Any], tuple[Any, ...]]
-Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
 
 
 def padded(length: int) -> int:
@@ -56,6 +54,7 @@ def dtype_name(dtype: np.dtype) -> str:
     return dtype.name if dtype.num >= EXTENSIONS_FROM else dtype.str
 
 
+canonical: Callable[[Any], Any] = jax.dtypes.canonicalize_dtype
 named_dtype: Callable[[str], np.dtype] = functools.cache(jnp.dtype)
 
 
@@ -68,13 +67,14 @@ def reduce_numpy(array: np.ndarray) -> Any:
     if array.dtype.hasobject or array.dtype.names or not array.itemsize:  # no bytes tell how many elements there are
         return NotImplemented
     buffer = pickle.PickleBuffer(bytes_of(array))
-    if array.dtype.num < EXTENSIONS_FROM:
+    if array.dtype.num < EXTENSIONS_FROM and array.nbytes < ALIAS_FROM:
         return np.ndarray, (array.shape, array.dtype.str, buffer)
     return rebuild_numpy, (buffer, dtype_name(array.dtype), array.shape)
 
 
 def rebuild_numpy(data: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ndarray(shape, named_dtype(dtype), data)
+    # Its base is the memory's view, not an array, by which ``as_jax_array`` knows that it came over the wire.
+    return np.frombuffer(data, np.uint8).view(named_dtype(dtype)).reshape(shape)
 
 
 def reduce_jax(array: jax.Array) -> PickleReduction:
@@ -96,7 +96,7 @@ def reduce_jax(array: jax.Array) -> PickleReduction:
 def rebuild_number(value: complex, dtype: str) -> jax.Array:
     """Return a weakly typed scalar. Raises EncodingError if JAX here would make it narrower than where it came from."""
     sent = named_dtype(dtype)
-    check_kept(sent, jax.dtypes.canonicalize_dtype(sent))
+    check_kept(sent, canonical(sent))
     return jnp.asarray(value)
 
 
@@ -126,7 +126,7 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     if host.nbytes < getattr(_rebuilding, "plain_below", 0):
         return host
     if host.itemsize >= 8:
-        check_kept(host.dtype, jax.dtypes.canonicalize_dtype(host.dtype))
+        check_kept(host.dtype, canonical(host.dtype))
     return array_of(host)
 
 
@@ -138,7 +138,7 @@ def as_jax_array(array: Any) -> jax.Array:
     """
     if isinstance(array, jax.Array):
         return array
-    if not isinstance(array, np.ndarray) or array.dtype != jax.dtypes.canonicalize_dtype(array.dtype):
+    if not isinstance(array, np.ndarray) or array.dtype.names or array.dtype != canonical(array.dtype):
         return jnp.array(array)
     return array_of(array.copy() if _may_change(array) else array)
 
@@ -177,66 +177,36 @@ identity = jax.jit(lambda array: jnp.asarray(array))  # which makes it JAX's whe
 
 
 class ArrayBlock(list[Any]):
-    """A list of arrays that arrive as NumPy arrays.
+    """A list of arrays that arrive as NumPy arrays: for compiled code, making JAX arrays would take longer.
 
-    A list with a random key, a weakly typed scalar or an array spread over processes travels as an ordinary list.
+    Random keys, weakly typed scalars and arrays spread over processes arrive as they are.
     """
 
+    def hosts(self) -> list[Any]:
+        return list(map(_host, self))
+
     def __reduce__(self) -> Any:
-        hosts = _hosts(self)
-        if hosts is None:
-            return list, (tuple(self),)
-        note = _note(tuple([(one.dtype, one.shape) for one in hosts]))
-        block = b"".join([one.tobytes() + padding(one.nbytes) for one in hosts if one.nbytes < ALIAS_FROM])
-        return arrived, (note, block, [pickle.PickleBuffer(bytes_of(one)) for one in hosts if one.nbytes >= ALIAS_FROM])
+        return arrived, (self.hosts(),)
 
 
-def _hosts(arrays: Sequence[Any]) -> list[np.ndarray] | None:
-    """Return the arrays as NumPy arrays; None if one of them is more than its bytes in this process's memory."""
-    try:
-        if any(isinstance(one, jax.Array) and one.ndim == 0 and one.weak_type for one in arrays):
-            return None
-        return [np.asarray(one) if isinstance(one, jax.Array) else _as_jax_would(one) for one in arrays]
-    except (AttributeError, TypeError, RuntimeError):  # a random key, a traced array ...: see ``reduce_jax``
-        return None
+def arrived(arrays: list[Any]) -> list[Any]:
+    """Return the arrays of a block. Raises EncodingError if JAX here has no such dtype."""
+    for array in arrays:
+        if array.dtype.itemsize >= 8 and isinstance(array, np.ndarray):
+            check_kept(array.dtype, canonical(array.dtype))
+    return arrays
 
 
-def _as_jax_would(value: Any) -> np.ndarray:
-    """Convert to an array of the dtype that JAX would use here. Raises TypeError if JAX has no such dtype."""
-    array = np.asarray(value)
-    if array.dtype.hasobject or array.dtype.names:
-        raise TypeError(f"JAX has no {array.dtype}")
-    kept = jax.dtypes.canonicalize_dtype(array.dtype)
-    return array if array.dtype == kept else array.astype(kept)
-
-
-@functools.lru_cache(maxsize=4096)
-def _note(kinds: Kinds) -> bytes:
-    return "\n".join([" ".join([dtype_name(dtype), *map(str, shape)]) for dtype, shape in kinds]).encode()
-
-
-@functools.lru_cache(maxsize=4096)
-def _places(note: bytes) -> list[tuple[np.dtype, tuple[int, ...], slice | None]]:
-    """Return dtype, shape and slice of the block for each array; the slice of a large array is None."""
-    places, start = [], 0
-    for line in note.decode().splitlines():
-        name, *sizes = line.split()
-        dtype, shape = named_dtype(name), tuple(map(int, sizes))
-        size = dtype.itemsize * math.prod(shape)
-        places.append((dtype, shape, slice(start, start + size) if size < ALIAS_FROM else None))
-        if size < ALIAS_FROM:
-            start += padded(size)
-    return places
-
-
-def arrived(note: bytes, block: bytes, large: list[Any]) -> list[Any]:
-    """Rebuild the arrays from the note, the block of small arrays, and the large arrays."""
-    data, rest, found = np.frombuffer(block, np.uint8), iter(large), []
-    for dtype, shape, place in _places(note):
-        if dtype.itemsize >= 8:
-            check_kept(dtype, jax.dtypes.canonicalize_dtype(dtype))
-        # That it is read-only, and its base no array, marks what came over the wire: see ``as_jax_array``.
-        part = np.frombuffer(memoryview(next(rest)), np.uint8) if place is None else data[place]
-        part.flags.writeable = False
-        found.append(part.view(dtype).reshape(shape))
-    return found
+def _host(array: Any) -> Any:
+    """Return an array as a NumPy array of the dtype that JAX would use, unless it is more than its bytes."""
+    if isinstance(array, jax.Array):
+        try:
+            return array if array.weak_type and not array.ndim else np.asarray(array)
+        except (AttributeError, TypeError, RuntimeError):  # a random key, a traced array ...: see ``reduce_jax``
+            return array
+    host = np.asarray(array)
+    if host.dtype.hasobject or host.dtype.names:  # JAX has no such dtype
+        return array
+    kept = host.astype(canonical(host.dtype), copy=False).view()
+    kept.flags.writeable = False  # it arrives so: see ``as_jax_array``
+    return kept

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 
 from jdistgrad import events
 from jdistgrad.autograd.callee.pullbacks import Outputs
@@ -23,9 +24,11 @@ from jdistgrad.autograd.values.primitive import has_wire
 from jdistgrad.rpc.by_value import OWN, Cached
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.pending import task_served
+from jdistgrad.rpc.prepared import BY_PARTS
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import ArrayBlock
 
+NUMBERS = 2  # of a stop, at most
 KEPT = 64  # compiled forms per bundle; compiling does not pay if the functions change every time
 
 
@@ -85,6 +88,11 @@ class Bundle:
             and all(one.last for one in pulls)
             and not any(one.references for one in self.stops if isinstance(one, CallStop))
         )
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """Return how many numbers a run has for each stop: those of messages, and of the contributions of a pull."""
+        return [NUMBERS if isinstance(one, LinearCall) else int(bool(one.orders)) for one in self.stops]
 
     def at_once(self, functions: list[Any], items: list[Any]) -> list[Any] | None:
         """Run the bundle as one compiled function and return the wanted arrays.
@@ -179,8 +187,10 @@ class BundleRun(ServedFunction):
         self._looks_for_failure = False  # the compiled form failed: run again stop by stop, to find the stop that fails
 
     def __reduce__(self) -> Any:
+        """Return parts that differ from run to run only in the numbers of arrays (see ``rpc.prepared``)."""
         items = ArrayBlock(self._items) if self._bundle.value.is_closed else self._items
-        return BundleRun, (self._bundle, self._functions, self._numbers, self._place, items)
+        numbers = np.array([(*one, *(0,) * (NUMBERS - len(one))) for one in self._numbers], np.uint64)
+        return _arrived, (self._bundle, tuple(self._functions), numbers, np.array(self._place, np.int64), items)
 
     @property
     def label(self) -> str:
@@ -245,4 +255,12 @@ class BundleRun(ServedFunction):
         return RecordCall(function, numbers[0], stop.orders, place, stop.lanes) if stop.orders else function
 
 
+def _arrived(
+    bundle: Cached[Bundle], functions: tuple[Any, ...], numbers: Any, place: Any, items: list[Any]
+) -> BundleRun:
+    rows = zip(numbers.tolist(), bundle.value.counts, strict=True)
+    return BundleRun(bundle, list(functions), [tuple(row[:count]) for row, count in rows], tuple(place.tolist()), items)
+
+
 OWN.add(BundleRun)
+BY_PARTS.add(BundleRun)
