@@ -22,7 +22,7 @@ from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox
 from jdistgrad.rpc.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.ids import spell
-from jdistgrad.wire.interrupts import put_off_interrupt
+from jdistgrad.wire.interrupts import put_off_interrupt, wait_for_first
 from jdistgrad.wire.message import Kind, Message
 
 AnyWorker = str | int | WorkerInfo
@@ -49,9 +49,8 @@ class Caller:
         with put_off_interrupt():
             self._send(Kind.CALL, pending, call, snapshot=False)
             mailbox.transport.wait(pending)
-        while not pending.done:  # Ctrl-C has ended the wait, and its handler has raised nothing
-            with put_off_interrupt():
-                mailbox.transport.wait(pending)
+        while not pending.done:  # Ctrl-C has ended the wait, and its handler has raised nothing, or is put off
+            wait_for_first(pending.futures(), mailbox.timeout)
         result, error = pending.outcome()
         if error is None:
             return result

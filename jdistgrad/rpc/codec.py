@@ -57,7 +57,8 @@ class PickleCodec:
         stream = None if key is None else self._streams.get(key)
         if stream is None:
             parcel = self._pickled(value, copies, snapshot=snapshot)
-            if key is not None and len(parcel.buffers) == len(found) and len(parcel.stream) <= LONGEST:
+            same = len(parcel.buffers) == len(found) and not parcel.attached
+            if key is not None and same and len(parcel.stream) <= LONGEST:
                 self._remember(key, parcel.stream)
             return parcel
         raw = [prepared.memory_of(one) for one in found.values()]

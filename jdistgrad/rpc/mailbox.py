@@ -210,9 +210,14 @@ class Mailbox:
         if message.kind is Kind.PUSH:
             parcel = self.codec.encode_pushed(*body)
         else:
-            parcel = self.codec.encode(body, snapshot=snapshot)
+            parcel = self.codec.encode(_short(body) if message.kind in CALLS else body, snapshot=snapshot)
         if parcel.attached and self.note_gifts is not None:
-            self.note_gifts(peer, parcel)
+            try:
+                self.note_gifts(peer, parcel)
+            except BaseException:
+                if parcel.undo is not None:
+                    parcel.undo()
+                raise
         message.body = parcel
         return parcel
 
@@ -220,7 +225,7 @@ class Mailbox:
         """Encode a body that will be posted to several workers; return it as it is if each needs its own parcel."""
         if self.hands_over:
             return body
-        parcel = self.codec.encode(body, snapshot=True)
+        parcel = self.codec.encode(_short(body), snapshot=True)
         if parcel.attached and parcel.undo is not None:  # it gives weight of references away, to one worker only
             parcel.undo()
             return body
@@ -301,6 +306,11 @@ def _for_itself(parcel: Parcel) -> Parcel:
         one if one.readonly and not may_be_written(one) else memoryview(bytearray(one)) for one in parcel.buffers
     ]
     return Parcel(parcel.stream, buffers, parcel.attached)
+
+
+def _short(call: Any) -> Any:
+    """Return a call without its keyword arguments, if there are none."""
+    return call if call[2] else call[:2]
 
 
 def _steady(call: Any) -> Any:

@@ -14,7 +14,7 @@ from jdistgrad.rpc import by_value
 from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.functions import JITTED, registered_name
 from jdistgrad.wire import pinned
-from jdistgrad.wire.arrays import ALIAS_FROM, ArrayBlock, bytes_of
+from jdistgrad.wire.arrays import ALIAS_FROM, EXTENSIONS_FROM, ArrayBlock, bytes_of
 
 NUMBERS = "biufc"  # kinds of NumPy's dtypes whose memory Python can see
 BY_NAME = types.FunctionType, types.BuiltinFunctionType, JITTED
@@ -46,22 +46,20 @@ def key_of(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
 def _key(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
     kind = type(value)
     if kind is np.ndarray:
-        if value.dtype.kind not in NUMBERS or id(value) in arrays:
+        if not _is_plain(value.dtype) or id(value) in arrays:
             raise _NoKeyError
         arrays[id(value)] = value
         return value.dtype, value.shape, value.flags.writeable
     if kind is ARRAY:
         host = np.asarray(value if copies is pinned.NONE else copies.of(value))
-        if host.dtype.kind not in NUMBERS or id(value) in arrays or (not host.shape and value.weak_type):
+        if not _is_plain(host.dtype) or id(value) in arrays or (not host.shape and value.weak_type):
             raise _NoKeyError
         arrays[id(value)] = host
         return kind, host.dtype, host.shape
     if kind in BY_NAME:
-        return value, _place(value)
+        return kind, *_place(value)
     if value is None or kind is bool or (kind is str and len(value) <= SHORT):
         return kind, value
-    if (kind is dict or kind is tuple) and not value:
-        return kind
     return _key_of_container(kind, value, arrays, copies)
 
 
@@ -88,12 +86,24 @@ def _key_of_container(kind: type, value: Any, arrays: Arrays, copies: pinned.Cop
     return tuple(key)
 
 
-def _place(function: Any) -> tuple[str, int]:
-    """Return the module in which a function is found by its name, and what changes when it is to be sent by value."""
-    module, name = function.__module__, function.__name__
+def _is_plain(dtype: np.dtype) -> bool:
+    """Return whether Python can see the memory of arrays of a dtype."""
+    return dtype.kind in NUMBERS and dtype.num < EXTENSIONS_FROM
+
+
+def _place(function: Any) -> tuple[str, str, int]:
+    """Return the module and name by which a function travels, and its likeness if that travels too.
+
+    The key does not hold the function: a notebook defines it again and again.
+    """
+    module, name, like = function.__module__, function.__qualname__, 0
     if getattr(sys.modules.get(module), name, None) is not function or registered_name(function):
         raise _NoKeyError
-    return module, len(by_value.asked_for) if module == "__main__" else 0
+    if module == "__main__":
+        like = by_value.likeness(function)
+        if ((module, name), like) in by_value.asked_for:
+            raise _NoKeyError
+    return module, name, like
 
 
 def memory_of(array: np.ndarray) -> memoryview:

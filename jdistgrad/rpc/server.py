@@ -12,7 +12,7 @@ from typing import Any
 from jdistgrad import errors, events
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.claims import StandIn
-from jdistgrad.rpc.current import within
+from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.failures import Failure, pack, spelled
 from jdistgrad.rpc.functions import Args, Kwargs, ServedFunction
 from jdistgrad.rpc.futures import refuse_coroutine
@@ -74,12 +74,13 @@ class Served(Running):
 
     def _called(self) -> Any:
         message = self._message
-        function, args, kwargs = self._mailbox.open(message)
+        function, args, *rest = self._mailbox.open(message)
+        kwargs = rest[0] if rest else {}
         message.body, self.function = None, function
         try:
-            if message.scope is None:
+            if message.scope is None and current_scope() is None:
                 return self._run(function, args, kwargs)
-            with within(self._scopes.enter(message.scope, message.source)):
+            with within(None if message.scope is None else self._scopes.enter(message.scope, message.source)):
                 return self._run(function, args, kwargs)
         except BaseException as error:
             if isinstance(function, ServedFunction):

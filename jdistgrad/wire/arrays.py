@@ -138,7 +138,7 @@ def as_jax_array(array: Any) -> jax.Array:
     """
     if isinstance(array, jax.Array):
         return array
-    if not isinstance(array, np.ndarray) or array.dtype.names or array.dtype != canonical(array.dtype):
+    if not isinstance(array, np.ndarray) or array.dtype.names or array.dtype.str != canonical(array.dtype).str:
         return jnp.array(array)
     return array_of(array.copy() if _may_change(array) else array)
 

@@ -81,10 +81,13 @@ class Doorbell:
                 if wanted & bell:
                     self._send(rank, other)
 
-    def ring_own(self, bell: int) -> None:
-        """Wake the thread of this process that sleeps by a bell."""
-        if self._sign[0] & bell and self._others and (own := self._others[self._rank].get(bell)) is not None:
-            self._send(self._rank, own)
+    def ring_own(self, bells: int) -> None:
+        """Wake the thread of this process that sleeps, if it does so by one of these bells."""
+        wanted = self._sign[0] & bells
+        if wanted and self._others:
+            for bell, own in self._others[self._rank].copy().items():
+                if wanted & bell:
+                    self._send(self._rank, own)
 
     def _send(self, rank: int, other: socket.socket) -> None:
         try:

@@ -130,6 +130,7 @@ class Progress:
 
     def wait(self, target: Awaited, deadline: float = math.inf) -> None:
         """Return when the target is done, the deadline has passed, or a Ctrl-C has come that is put off."""
+        called = False
         while not (target.done or self._stopped or interrupts.has_come() or time.monotonic() >= deadline):
             if self._baton.acquire(blocking=False):
                 try:
@@ -137,7 +138,9 @@ class Progress:
                 finally:
                     self._give_back()
             else:
-                self._sleep(target, deadline)
+                called = self._sleep(target, deadline)
+        if called:  # another one must look
+            self._wake()
 
     def look(self) -> None:
         """Look once, unless another thread does."""
@@ -154,8 +157,11 @@ class Progress:
         """Wake the thread that waits and looks: its answer may have come in another way than by a message."""
         self._bell.ring_own(WAITS)
 
-    def _sleep(self, target: Awaited, deadline: float) -> None:
-        """Sleep while another thread looks, until an answer has come or this thread is woken to look, or shorter."""
+    def _sleep(self, target: Awaited, deadline: float) -> bool:
+        """Sleep while another thread looks, until an answer has come or this thread is woken to look, or shorter.
+
+        Returns whether it was woken to look.
+        """
         called: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._asleep[called] = None
         longest = INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else threading.TIMEOUT_MAX
@@ -163,8 +169,7 @@ class Progress:
         if self._baton.locked() and not self._stopped and seconds > 0:  # else nobody may wake this thread
             concurrent.futures.wait((*target.futures(), called), seconds, concurrent.futures.FIRST_COMPLETED)
         self._asleep.pop(called, None)
-        if called.done() and target.done:  # another one must look
-            self._wake()
+        return called.done()
 
     def _wake(self) -> bool:
         """Wake the latest sleeper; return whether there was one."""
@@ -193,12 +198,11 @@ class Progress:
             if task is not None:
                 self._receiver.run(task)
             now = time.monotonic()
-            if moved:
-                self._last_message = quiet_since = now
-                continue
             if now >= deadline:
                 return
-            if now - quiet_since >= probing:
+            if moved:
+                self._last_message = quiet_since = now
+            elif now - quiet_since >= probing:
                 self._rest(target, now - quiet_since, min(LONGEST_SLEEP, deadline - now))
         self._answers.learn(time.monotonic() - start)
 
@@ -261,7 +265,7 @@ class Progress:
                 now = time.monotonic()
                 if moved:
                     self._last_message = quiet_since = now
-                elif now - quiet_since >= probing:
+                if now >= self._next_tick or now - quiet_since >= probing:
                     break
         finally:
             self._bell.show(AWAKE if task is not None else SERVES)  # the standby looks at its next tick

@@ -10,6 +10,7 @@ from helpers.programs import square
 from helpers.worlds import on_worker0, peers, wire_world as wire_world
 
 import jdistgrad as jd
+from jdistgrad.rpc.current import current_scope
 
 pytestmark = pytest.mark.world(1, 3)
 
@@ -24,6 +25,20 @@ def test_a_target_is_a_name_a_rank_or_an_info(world):
     expected = jd.WorkerInfo(last, f"worker{last}")
     for to in (last, f"worker{last}", expected, np.int64(last)):
         assert jd.rpc_sync(to, who) == expected
+
+
+def leave_in_a_context():
+    jd.context().__enter__()
+
+
+def scope_here():
+    return current_scope() is None
+
+
+@on_worker0
+def test_a_function_that_leaves_its_thread_in_a_context_leaves_no_later_call_there(big_world):
+    jd.rpc_sync(1, leave_in_a_context)
+    assert all(jd.rpc_sync(1, scope_here) for _ in range(20))
 
 
 def bounce(path):

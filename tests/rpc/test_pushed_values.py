@@ -1,6 +1,7 @@
 """Pushed values: what arrives is what was sent, and a value that differs only in numbers is not pickled again."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -121,9 +122,66 @@ def test_the_order_of_a_dict_and_what_is_the_same_object_stay():
     codec, one = PickleCodec(), np.ones(2)
     for value in ({"b": one, "a": 2 * one}, {"a": one, "b": 2 * one}) * 2:
         assert list(sent(codec, (), value)[1]) == list(value)
-    for first, second in ((one, 2 * one), (one, one), (one, 2 * one)):
-        _, (left, right) = sent(codec, (), [first, second])
+    empty = {}
+    pairs = (one, 2 * one), (one, one), (one, 2 * one), (empty, empty), (empty, {})
+    for first, second in pairs:
+        _, (left, right, _) = sent(codec, (), [first, second, 3 * one])
         assert (left is right) == (first is second)
+
+
+def made_with(number):
+    def inner():
+        return number
+
+    def change(to):
+        nonlocal number
+        number = to
+
+    return inner, change
+
+
+inner, change = made_with(1)
+
+
+def test_a_function_that_its_module_has_under_another_name_is_sent_as_it_is_now():
+    codec = PickleCodec()
+    for number in (1, 5):
+        change(number)
+        assert sent(codec, (), (inner, np.ones(1)))[1][0]() == number
+
+
+def test_what_the_program_defines_is_sent_with_its_likeness(monkeypatch):
+    """The receiver then asks for it, if its own differs."""
+    codec, streams = PickleCodec(), []
+
+    def added(x, y=1):
+        return x + y
+
+    added.__module__, added.__qualname__ = "__main__", "added"
+    monkeypatch.setattr(sys.modules["__main__"], "added", added, raising=False)
+    for default in (1, 5, 5):
+        added.__defaults__ = (default,)
+        streams.append(codec.encode((added, (np.ones(1),)), snapshot=True).stream)
+    assert streams[0] != streams[1] == streams[2]
+
+
+def test_what_may_be_written_to_may_be_written_to_there():
+    codec = PickleCodec()
+    for writeable in (False, True, False):
+        array = np.ones(3, np.float32)
+        array.flags.writeable = writeable
+        parcel = codec.encode_pushed((), array)
+        parcel.buffers = [memoryview(bytearray(one)) for one in parcel.buffers]  # as it arrives
+        _, got = codec.decode_pushed(parcel)
+        assert got.flags.writeable == writeable
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["NumPy", "JAX"])
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "bfloat16", "int4"])
+def test_arrays_of_odd_dtypes_arrive_each_time(dtype, make):
+    codec, array = PickleCodec(), make(np.ones(3, jnp.dtype(dtype)))
+    for _ in range(3):
+        assert equal(sent(codec, (), array)[1], np.asarray(array))
 
 
 def test_large_arrays_are_not_copied():

@@ -36,10 +36,10 @@ class Counts:
     def each_call(self):
         """Return how many functions each call runs: looks for messages vary, and are not among them.
 
-        The call that begins to count and the one that stops it add at most one more call.
+        The call that begins to count and the one that stops it may add up to one more.
         """
         self.stopped, calls = True, self.of[self.once]
-        return sum(count // calls for count in self.of.copy().values() if count % calls <= count // calls)
+        return sum(count // calls for count in self.of.copy().values() if count % calls in (0, count // calls))
 
 
 _counting = []

@@ -88,7 +88,7 @@ def test_only_the_bell_that_is_shown_rings(bells):
     assert waiting.wait(60)
     assert not serving.is_set()
     bells[2].show(SERVES)
-    bells[2].ring_own(SERVES)
+    bells[2].ring_own(WAITS | SERVES)
     assert serving.wait(60)
 
 

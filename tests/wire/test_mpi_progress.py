@@ -198,6 +198,25 @@ def test_who_completes_an_answer_itself_wakes_the_thread_that_waits(belled):
     assert not waiter.is_alive()
 
 
+class Stuck(Mailbox):
+    """A transfer is under way that does not end: each look says that something moves."""
+
+    def look(self):
+        self.looks += 1
+        return True, None
+
+
+def test_a_transfer_that_does_not_end_keeps_nobody_from_housekeeping_nor_a_wait_from_ending():
+    box = Stuck()
+    try:
+        never = concurrent.futures.Future()
+        box.third_tick.result(30)
+        box.progress.wait_for((never,), 0.05)
+        assert not never.done()
+    finally:
+        box.stop()
+
+
 def test_where_not_all_rings_threads_nap():
     box = Mailbox(tick_seconds=3600.0)
     try:
