@@ -45,7 +45,7 @@ class Caller:
     def rpc_sync(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         """Call, and look for the answer on this thread: no future is made."""
         mailbox, call = self._mailbox, (function, args, kwargs)
-        pending = self._pending(mailbox.ids.next(), mailbox.directory.find(to), call, timeout, None)
+        pending = self._pending(next(mailbox.ids), mailbox.directory.find(to), call, timeout, None)
         with put_off_interrupt():
             self._send(Kind.CALL, pending, call, snapshot=False)
             mailbox.transport.wait(pending)
@@ -64,7 +64,7 @@ class Caller:
         self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None
     ) -> CallFuture[Any]:
         call = function, args, kwargs
-        return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout)
+        return self.start(Kind.CALL, next(self._mailbox.ids), to, call, timeout)
 
     def start(
         self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None
@@ -85,7 +85,7 @@ class Caller:
         mailbox = self._mailbox
         futures = [CallFuture[Any](mailbox.transport) for _ in peers]
         calls = [
-            self._pending(mailbox.ids.next(), peer, call, timeout, future)
+            self._pending(next(mailbox.ids), peer, call, timeout, future)
             for peer, future in zip(peers, futures, strict=True)
         ]
         if not calls:

@@ -13,7 +13,6 @@ from jdistgrad._compat import ARRAY
 from jdistgrad.rpc import by_value
 from jdistgrad.rpc.functions import JITTED, registered_name
 from jdistgrad.wire import pinned
-from jdistgrad.wire.arrays import ALIAS_FROM, bytes_of
 
 NUMBERS = "biufc"  # kinds of NumPy's dtypes whose memory Python can see
 BY_NAME = types.FunctionType, types.BuiltinFunctionType, JITTED
@@ -84,10 +83,3 @@ def _place(function: Any) -> tuple[str, int]:
     if getattr(sys.modules.get(module), name, None) is not function or registered_name(function):
         raise _NoKeyError
     return module, len(by_value.asked_for) if module == "__main__" else 0
-
-
-def memory_of(array: np.ndarray) -> memoryview:
-    """Return the memory of an array, in C order; as bytes, if the array is large."""
-    if array.nbytes < ALIAS_FROM and array.flags.c_contiguous:
-        return array.data
-    return bytes_of(array)

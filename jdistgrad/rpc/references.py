@@ -54,7 +54,7 @@ class References:
 
     def call_remote(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
         """Make a value on another worker; return the claim to it."""
-        identifier, owner = self._mailbox.ids.next(), self._mailbox.directory.find(to).rank
+        identifier, owner = next(self._mailbox.ids), self._mailbox.directory.find(to).rank
         call = function, args, kwargs
         with put_off_interrupt():
             future = self._caller.start(Kind.REMOTE, identifier, owner, call, timeout)
@@ -101,7 +101,7 @@ class References:
 
         The caller gives the claim the whole weight when the owner knows the value, or soon will.
         """
-        return self.claim(self._mailbox.ids.next(), owner, NOTHING)
+        return self.claim(next(self._mailbox.ids), owner, NOTHING)
 
     def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future[Any]:
         """Return a future of a claim's value.

@@ -173,7 +173,7 @@ class Watchdog:
         what = f"{one.entry.what}, at {where(mailbox.home)}"
         text = f"{mailbox.info} has waited for {time.monotonic() - one.since:.0f} s ({what}): {why}"
         if one.blocking and one.interrupt is None:
-            mailbox.process.end_job(text)
+            mailbox.end_job(text)
         elif one.error is None:
             one.error = errors.WorkerLostError(text, worker=mailbox.directory.workers[peer])
             if one.interrupt is not None:

@@ -19,7 +19,7 @@ from jdistgrad.rpc.references import References, Releasing
 from jdistgrad.rpc.scopes import Inbox, Key, ScopeTable
 from jdistgrad.rpc.server import Served
 from jdistgrad.rpc.watchdog import Watchdog
-from jdistgrad.wire.ids import IdSource
+from jdistgrad.wire.ids import ids_of
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task
@@ -39,7 +39,7 @@ class Worker(Mailbox):
         super().__post_init__()
         self.kept: dict[str, Any] = {}
         self.given_up_by: set[int] = set()  # the workers that go on without this one
-        self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
+        self.scopes, self.messages = ScopeTable(self.rank), ids_of(self.rank)
         self.peers = self.add(Peers(self, self._lost))
         self.calls = self.add(Caller(self, self._check))
         self.references = self.add(References(self, self.calls))

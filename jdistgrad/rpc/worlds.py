@@ -133,7 +133,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
     worker = current_worker()
     failed = failure_being_handled(worker) if graceful else None
     if failed is not None:
-        worker.process.report(failed)
+        worker.report(failed)
         graceful = False
     seconds = math.inf
     if graceful:

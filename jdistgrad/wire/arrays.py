@@ -41,15 +41,6 @@ PickleReduction = tuple[Callable[..., Any], tuple[Any, ...]]
 Kinds = tuple[tuple[np.dtype, tuple[int, ...]], ...]
 
 
-def padded(length: int) -> int:
-    """Return the length with its padding, after which the next array is aligned."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-def padding(length: int) -> bytes:
-    return PADDINGS[length % ALIGNMENT]
-
-
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
     """Return the text by which ``named_dtype`` finds a dtype without fields."""
@@ -187,7 +178,7 @@ class ArrayBlock(list[Any]):
         if hosts is None:
             return list, (tuple(self),)
         note = _note(tuple([(one.dtype, one.shape) for one in hosts]))
-        block = b"".join([one.tobytes() + padding(one.nbytes) for one in hosts if one.nbytes < ALIAS_FROM])
+        block = b"".join([one.tobytes() + PADDINGS[one.nbytes % ALIGNMENT] for one in hosts if one.nbytes < ALIAS_FROM])
         return arrived, (note, block, [pickle.PickleBuffer(bytes_of(one)) for one in hosts if one.nbytes >= ALIAS_FROM])
 
 
@@ -225,7 +216,7 @@ def _places(note: bytes) -> list[tuple[np.dtype, tuple[int, ...], slice | None]]
         size = dtype.itemsize * math.prod(shape)
         places.append((dtype, shape, slice(start, start + size) if size < ALIAS_FROM else None))
         if size < ALIAS_FROM:
-            start += padded(size)
+            start += size + -size % ALIGNMENT
     return places
 
 

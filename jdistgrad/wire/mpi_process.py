@@ -30,15 +30,6 @@ HERE = pickle.dumps(None)  # what a rank sends at its end, from memory that stay
 GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer tells which ranks are missing
 
 
-def require_threads() -> None:
-    """Raise WorldError if MPI was not started for use by several threads at once."""
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise WorldError(
-            "init: MPI runs with less than MPI_THREAD_MULTIPLE, which calls from several threads need. Import mpi4py "
-            "with its defaults (mpi4py.rc.thread_level = 'multiple'), and use an MPI built with thread support."
-        )
-
-
 def why_alone() -> str:
     """Return why MPI finds this process alone, though its launcher has started several; "" if that is not so.
 
