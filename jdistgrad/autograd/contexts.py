@@ -159,7 +159,7 @@ class Lease:
         self._worker, self.id = worker, next(worker.scopes.ids)
 
     def __del__(self) -> None:
-        self._worker.releasing.abandon_scope(self.id)
+        self._worker.releasing.abandoned.append(self.id)
 
 
 @contextlib.contextmanager

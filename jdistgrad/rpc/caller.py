@@ -81,8 +81,7 @@ class Caller:
 
         Raises if no worker can be sent this call, before anything is sent.
         """
-        peers = self._mailbox.directory.find_all(to)
-        mailbox = self._mailbox
+        mailbox, peers = self._mailbox, self._mailbox.directory.find_all(to)
         futures = [CallFuture[Any](mailbox.transport) for _ in peers]
         calls = [
             self._pending(next(mailbox.ids), peer, call, timeout, future)
@@ -117,19 +116,24 @@ class Caller:
                 leaving.result()
 
     def _pending(
-        self,
-        identifier: int,
-        peer: WorkerInfo,
-        call: Invocation,
-        timeout: float | None,
-        future: CallFuture[Any] | None,
+        self, identifier: int, peer: WorkerInfo, call: Invocation, timeout: float | None, future: Any
     ) -> Pending:
-        mailbox = self._mailbox
-        check_call(call, peer, handed_over=mailbox.hands_over or peer is mailbox.info)
+        """Check a call, and return its entry for the table. The encoder checks arguments that are not handed over."""
+        mailbox, (function, *arguments) = self._mailbox, call
+        if not callable(function):
+            raise errors.FunctionError(
+                f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
+                f"rpc_sync({peer.name!r}, function, args=(...))"
+            )
+        if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
+            raise errors.FunctionError(f"{describe(function)} {IS_ASYNC}")
+        handed_over = mailbox.hands_over or peer is mailbox.info
+        if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
+            raise refuse_traced(f"cannot call {describe(function)} on {peer}")
         seconds = mailbox.timeout if timeout is None else checked_timeout(timeout)
         now = time.monotonic()
         origin = current_scope(), threading.get_ident()
-        return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now, *origin)
+        return Pending(identifier, peer, mailbox.info, function, seconds, now + seconds, future, now, *origin)
 
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
         """Send a call; if it was made in a scope, the scope then includes the peer."""
@@ -197,20 +201,6 @@ class Caller:
         else:
             run = functools.partial(self._mailbox.run_callbacks, CALLBACKS, pending.function, pending.peer.rank)
             pending.future.answer(opener, run)
-
-
-def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None:
-    """Raise if a call is invalid. This checks only arguments that are handed over; the encoder checks all others."""
-    function, *arguments = call
-    if not callable(function):
-        raise errors.FunctionError(
-            f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
-            f"rpc_sync({peer.name!r}, function, args=(...))"
-        )
-    if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
-        raise errors.FunctionError(f"{describe(function)} {IS_ASYNC}")
-    if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
-        raise refuse_traced(f"cannot call {describe(function)} on {peer}")
 
 
 def checked_timeout(seconds: Any) -> float:

@@ -130,7 +130,7 @@ class Losses:
 
     def settled(self, message: Message) -> None:
         with self._lock:
-            self._references.settled(message.source, message.body)
+            self._references.returned(message.source, message.body)
             self._settled.add((message.source, message.id))
             self._end_hold()
 

@@ -195,11 +195,17 @@ class Mailbox:
         """Put a message's body into the form in which it travels; return the parcel if it is encoded for the peer."""
         body = message.body
         if isinstance(body, Parcel):  # for several workers
-            message.body = _for_itself(body) if peer == self.rank else body
+            if peer == self.rank:  # it gets arrays of its own
+                own = [
+                    one if one.readonly and not may_be_written(one) else memoryview(bytearray(one))
+                    for one in body.buffers
+                ]
+                message.body = Parcel(body.stream, own, body.attached)
             return dataclasses.replace(body, undo=None)
         if self.hands_over or peer == self.rank:
             if snapshot and message.kind in CALLS:
-                message.body = _steady(body)
+                function, args, kwargs = body  # the caller may change NumPy arrays, lists and dicts among them
+                message.body = function, *(trees.steady((args, kwargs)) if kwargs else (trees.steady(args), kwargs))
             return None
         parcel: Parcel
         if message.kind is Kind.PUSH:
@@ -288,23 +294,6 @@ def _wait_for_arrays(leaves: Iterable[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             leaf.block_until_ready()
-
-
-def _for_itself(parcel: Parcel) -> Parcel:
-    """Return a parcel for the worker that has made it, and that sends it to others too, with arrays of its own."""
-    buffers = [
-        one if one.readonly and not may_be_written(one) else memoryview(bytearray(one)) for one in parcel.buffers
-    ]
-    return Parcel(parcel.stream, buffers, parcel.attached)
-
-
-def _steady(call: Any) -> Any:
-    """Return a call that is handed over with copies of the arguments that the caller may change.
-
-    These are NumPy arrays, lists and dicts. Without them its arguments are the caller's own objects.
-    """
-    function, args, kwargs = call
-    return function, *(trees.steady((args, kwargs)) if kwargs else (trees.steady(args), kwargs))
 
 
 # The functions of ``current``, with the return type that the layers above need.

@@ -114,7 +114,10 @@ class Worker(Mailbox):
     def _take_note(self, message: Message) -> Task | None:
         kind, source = message.kind, message.source
         if kind is Kind.PUSH:
-            self._pushed(message)
+            try:
+                self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
+            except errors.ContextError as closed:
+                self.refuse(source, "a value", closed)
         elif kind is Kind.RELEASE:
             return self.work.counted(functools.partial(self.releasing.close_scope, message.id))
         elif kind is Kind.DROP:
@@ -130,12 +133,6 @@ class Worker(Mailbox):
         else:
             self.closing.handle(message)
         return None
-
-    def _pushed(self, message: Message) -> None:
-        try:
-            self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
-        except errors.ContextError as closed:
-            self.refuse(message.source, "a value", closed)
 
     def _without_lost(self, message: Message) -> Task | None:
         """Handle a message by which survivors do without a lost worker."""

@@ -86,8 +86,7 @@ def reduce_jax(array: jax.Array) -> PickleReduction:
 
 def rebuild_number(value: complex, dtype: str) -> jax.Array:
     """Return a weakly typed scalar. Raises EncodingError if JAX here would make it narrower than where it came from."""
-    sent = named_dtype(dtype)
-    check_kept(sent, jax.dtypes.canonicalize_dtype(sent))
+    check_kept(named_dtype(dtype), jax.dtypes.canonicalize_dtype(named_dtype(dtype)))
     return jnp.asarray(value)
 
 

@@ -8,7 +8,6 @@ from then on; what was half sent or half received is dropped, but its memory is 
 """
 
 import collections
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -29,7 +28,7 @@ from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
 from jdistgrad.wire.mpi_process import chunks
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.polling import SHORTEST, pause
-from jdistgrad.wire.transport import Awaited, Receiver, Task, Transport
+from jdistgrad.wire.transport import Receiver, Task, Transport
 
 FRAME_TAG = 0
 AT_ONCE = 8  # messages in one look
@@ -105,7 +104,7 @@ class MPITransport(Transport):
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._progress = Progress(
+        progress = self._progress = Progress(
             f"jdistgrad-mpi-{self.rank}",
             self._look,
             receiver,
@@ -113,19 +112,9 @@ class MPITransport(Transport):
             came=self._something_came,
             rings=lambda: self._doorbell.all_ring and not self._outgoing,
         )
-        self._progress.start()
-
-    def wait(self, target: Awaited) -> None:
-        self._progress.wait(target)
-
-    def wake(self) -> None:
-        self._progress.wake()
-
-    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
-        self._progress.wait_for(futures, timeout)
-
-    def look(self) -> None:
-        self._progress.look()
+        self.wait, self.wait_for = progress.wait, progress.wait_for  # type: ignore[method-assign]
+        self.wake, self.look = progress.wake, progress.look  # type: ignore[method-assign]
+        progress.start()
 
     def serve_only(self, *, only: bool) -> None:
         self._progress.idle_process = only
