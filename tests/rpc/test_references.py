@@ -46,14 +46,6 @@ def test_use_before_the_value_is_made(world):
 
 
 @on_worker0
-def test_timeouts_of_references(world):
-    rref = jd.remote(jd.world_size() - 1, slow, args=(5, 0.4))
-    with pytest.raises(jd.CallTimeoutError):
-        rref.to_here(timeout=0.05)
-    assert rref.to_here() == 5
-
-
-@on_worker0
 def test_local_value_elsewhere_is_refused(big_world):
     rref = jd.remote(2, make, args=(3,))
     with pytest.raises(jd.NotOwnerError, match=r"local_value\(\) of RRef\(.* on worker2 .* called on worker0"):
