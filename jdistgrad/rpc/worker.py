@@ -140,17 +140,13 @@ class Worker(Mailbox):
             text = f"the other workers go on without {self.info}, says rank {message.source}: {message.body[0]}"
             self.given_up_by.add(message.source)
             self.fail(errors.WorkerLostError(text, worker=self.info))
-        elif message.kind is Kind.LOST:
-            self.losses.lost_elsewhere(message)
-        elif message.kind is Kind.SETTLE:
-            self.losses.settled(message)
-        elif message.kind is Kind.PARTAKE:
-            return self.work.counted(functools.partial(self.losses.takes_part, message))
-        elif message.kind is Kind.BREAK:
-            return self.work.counted(functools.partial(self.losses.broken, message))
-        else:
-            self.losses.forget(message)
-        return None
+            return None
+        losses = self.losses
+        if message.kind in (Kind.PARTAKE, Kind.BREAK):
+            handle = losses.takes_part if message.kind is Kind.PARTAKE else losses.broken
+            return self.work.counted(functools.partial(handle, message))
+        handlers = {Kind.LOST: losses.lost_elsewhere, Kind.SETTLE: losses.settled, Kind.FORGET: losses.forget}
+        return handlers[message.kind](message)
 
     # Housekeeping.
 

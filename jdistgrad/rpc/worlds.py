@@ -137,7 +137,11 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         graceful = False
     seconds = math.inf
     if graceful:
-        refuse_to_wait_for_itself(worker)
+        if running := worker.running_here():
+            raise errors.WorldError(
+                f"shutdown of {worker.info}: this thread serves {running[0]}, and shutdown would wait until that "
+                "returns. Let the function set a flag, and call shutdown in the program that called init."
+            )
         seconds = seconds if timeout is None else checked_timeout(timeout)
     try:
         _collect_garbage()  # drops references that are caught in cycles
@@ -177,16 +181,6 @@ def _end(worker: Worker, *, graceful: bool) -> list[str]:
     close(worker, graceful=graceful)
     forget_failed_effects()
     return found
-
-
-def refuse_to_wait_for_itself(worker: Worker) -> None:
-    """Raise WorldError if this thread runs what a shutdown waits for."""
-    running = worker.running_here()
-    if running:
-        raise errors.WorldError(
-            f"shutdown of {worker.info}: this thread serves {running[0]}, and shutdown would wait until that returns. "
-            "Let the function set a flag, and call shutdown in the program that called init."
-        )
 
 
 def failure_being_handled(worker: Worker) -> BaseException | None:

@@ -76,7 +76,13 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
       WorldError: some ranks were missing after ``timeout`` seconds; raised on every rank that called.
     """
     with naming_the_dead(comm):
-        hellos = _collect(comm, hello, timeout) if comm.rank == 0 else _report(comm, hello, timeout)
+        if comm.rank == 0:
+            hellos = _heard(comm, {0: hello}, ROLL_TAG, timeout)
+            roster = pickle.dumps(hellos)
+            answers = [comm.Isend([roster, MPI.BYTE], rank, ROSTER_TAG) for rank in hellos if rank != 0]
+            poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
+        else:
+            hellos = _report(comm, hello, timeout)
     missing = sorted(set(range(comm.size)) - set(hellos))
     if missing:
         raise WorldError(
@@ -85,14 +91,6 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
             missing=missing,
         )
     return [hellos[rank] for rank in range(comm.size)]
-
-
-def _collect(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
-    hellos = _heard(comm, {0: hello}, ROLL_TAG, timeout)
-    roster = pickle.dumps(hellos)
-    answers = [comm.Isend([roster, MPI.BYTE], rank, ROSTER_TAG) for rank in hellos if rank != 0]
-    poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
-    return hellos
 
 
 def _heard(comm: MPI.Intracomm, heard: dict[int, Any], tag: int, timeout: float) -> dict[int, Any]:
