@@ -33,8 +33,7 @@ def test_an_own_value(world):
     rref = jd.RRef(value)
     assert rref.is_owner()
     assert rref.owner == jd.worker_info()
-    assert rref.local_value() is value
-    assert rref.to_here() is value
+    assert rref.local_value() is rref.to_here() is value
 
 
 @on_worker0
