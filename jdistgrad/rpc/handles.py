@@ -191,19 +191,16 @@ setattr(GradientHandle, "__add__", _sum)  # noqa: B010
 
 
 def is_handle(leaf: Any) -> bool:
-    """Return whether a leaf is a handle, which JAX may be tracing."""
     return isinstance(leaf, Handle) or (isinstance(leaf, jax.core.Tracer) and isinstance(leaf.aval, HandleType))
 
 
 def is_gradient(leaf: Any) -> bool:
-    """Return whether a leaf is the handle of a gradient, which JAX may be tracing."""
     if isinstance(leaf, jax.core.Tracer):
         return isinstance(leaf.aval, GradientType)
     return isinstance(leaf, GradientHandle)
 
 
 def marks_of(handle: Any) -> Any:
-    """Return the marks of a handle, which JAX may be tracing."""
     return _marks_p.bind(handle) if isinstance(handle, jax.core.Tracer) else handle.marks
 
 

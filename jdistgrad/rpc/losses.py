@@ -196,7 +196,6 @@ class Losses:
             self._tell(peer, Message(Kind.BREAK, self._mailbox.rank, scope.id, (lost, self._lost[lost])))
 
     def broken(self, message: Message) -> None:
-        """Fail a context, as its opener tells."""
         lost, why = message.body
         self._peers.lose(lost, why)
         scope = self._scopes.open.get(message.id)

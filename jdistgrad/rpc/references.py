@@ -187,7 +187,6 @@ class References:
         return self._freed(self.owned.sweep())
 
     def forget(self, owner: int, identifiers: list[int]) -> None:
-        """Forget references whose values are gone, as their owner says."""
         self.accounts.forget(identifiers)
         self.forgotten[owner] += len(identifiers)
 

@@ -180,7 +180,6 @@ class Watchdog:
                 one.interrupt()
 
     def look(self, now: float) -> None:
-        """Ask the other participants where they are, now and then."""
         for one in self._watched():
             if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
                 one.asked = now
@@ -267,7 +266,6 @@ class Watchdog:
 
 
 def location(asker: int, entry: CollectiveEntry) -> Location:
-    """Return where this worker is. Served by every worker."""
     return current_part(Watchdog).location(asker, entry)
 
 

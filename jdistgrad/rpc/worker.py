@@ -135,7 +135,6 @@ class Worker(Mailbox):
         return None
 
     def _without_lost(self, message: Message) -> Task | None:
-        """Handle a message by which survivors do without a lost worker."""
         if message.kind is Kind.LOST and message.id == self.rank:
             text = f"the other workers go on without {self.info}, says rank {message.source}: {message.body[0]}"
             self.given_up_by.add(message.source)

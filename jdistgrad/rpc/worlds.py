@@ -131,8 +131,10 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         ``shutdown`` would wait for that function to return.
     """
     worker = current_worker()
-    failed = failure_being_handled(worker) if graceful else None
-    if failed is not None:
+    handled = sys.exception()
+    ends_well = isinstance(handled, GeneratorExit) or (isinstance(handled, SystemExit) and handled.code in (None, 0))
+    failed = None if not graceful or ends_well or handled is worker.handled_before else handled
+    if failed is not None:  # not older than the world, and no regular exit
         worker.report(failed)
         graceful = False
     seconds = math.inf
@@ -181,13 +183,6 @@ def _end(worker: Worker, *, graceful: bool) -> list[str]:
     close(worker, graceful=graceful)
     forget_failed_effects()
     return found
-
-
-def failure_being_handled(worker: Worker) -> BaseException | None:
-    """Return the exception being handled here, unless it is older than the world or is a regular exit."""
-    error = sys.exception()
-    ends_well = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
-    return None if ends_well or error is worker.handled_before else error
 
 
 def on_lost(callback: Callback) -> Callback:
