@@ -243,13 +243,10 @@ class _Conversion(Primitive):
         self.def_abstract_eval(to_type)
         ad.defjvp(self, lambda moved, _: tangent(moved))
         ad.primitive_transposes[self] = lambda cotangent, _: [transpose(cotangent)]
-        batching.primitive_batchers[self] = self._batched
+        batching.primitive_batchers[self] = lambda operands, dims: (self.bind(*operands), dims[0])
 
     def is_high(self, *_: Any, **__: Any) -> bool:
         return True
-
-    def _batched(self, operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
-        return self.bind(*operands), dims[0]
 
 
 _marks_p = _Conversion(

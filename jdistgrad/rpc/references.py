@@ -138,7 +138,7 @@ class References:
             [(identifier, Weight(units, scale)) for identifier, units, scale, _ in parts],
         )
         if self._survives and source != here:
-            if not self.accounts.take(source, [(identifier, here, weight) for identifier, weight in weights]):
+            if not self.accounts.give(source, [(identifier, here, weight) for identifier, weight in weights], -1):
                 return []
             for identifier in [identifier for identifier, *_, noted in parts if noted]:
                 self._noted_by.setdefault(identifier, set()).add(source)
@@ -155,7 +155,7 @@ class References:
         """Take over the weight in a message; return the claims, or None if the message is of a lost worker."""
         gifts = gifts_in(parcel)
         noted = self._survives and gifts and source != self._mailbox.rank
-        if noted and not self.accounts.take(source, gifts):
+        if noted and not self.accounts.give(source, gifts, -1):
             return None
         return [self.claim(*gift) for gift in gifts]
 
@@ -166,7 +166,7 @@ class References:
             raise errors.WorkerLostError(f"the worker of rank {peer} is lost", worker=peer)
 
         def take_back() -> None:
-            if accounts.take(peer, gifts):  # else the account was settled: the weight has gone to its owner
+            if accounts.give(peer, gifts, -1):  # else the account was settled: the weight has gone to its owner
                 undo()
 
         parcel.undo = take_back

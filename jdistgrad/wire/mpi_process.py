@@ -82,7 +82,11 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
             answers = [comm.Isend([roster, MPI.BYTE], rank, ROSTER_TAG) for rank in hellos if rank != 0]
             poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
         else:
-            hellos = _report(comm, hello, timeout)
+            sent, hellos = comm.Isend([pickle.dumps(hello), MPI.BYTE], 0, ROLL_TAG), dict.fromkeys(range(1, comm.size))
+            if poll(lambda: comm.Iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):  # else rank 0 is missing
+                status = MPI.Status()
+                hellos = _received(comm.Mprobe(0, ROSTER_TAG, status), status)
+                sent.Wait()
     missing = sorted(set(range(comm.size)) - set(hellos))
     if missing:
         raise WorldError(
@@ -104,16 +108,6 @@ def _heard(comm: MPI.Intracomm, heard: dict[int, Any], tag: int, timeout: float)
 
     poll(all_here, timeout)
     return heard
-
-
-def _report(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
-    sent = comm.Isend([pickle.dumps(hello), MPI.BYTE], 0, ROLL_TAG)
-    if not poll(lambda: comm.Iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
-        return dict.fromkeys(range(1, comm.size), hello)
-    status = MPI.Status()
-    roster: dict[int, Any] = _received(comm.Mprobe(0, ROSTER_TAG, status), status)
-    sent.Wait()
-    return roster
 
 
 def _received(message: MPI.Message, status: MPI.Status) -> Any:

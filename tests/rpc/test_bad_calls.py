@@ -43,11 +43,7 @@ def waits_in_a_future(x):
     return future
 
 
-@pytest.mark.parametrize(
-    "function",
-    [waits, Waiting().method, waits_in_a_future],
-    ids=["function", "method", "future"],
-)
+@pytest.mark.parametrize("function", [waits, Waiting().method, waits_in_a_future], ids=["function", "method", "future"])
 @on_worker0
 def test_async_functions_are_refused(world, function):
     refused = pytest.raises(jd.FunctionError, match=r"is an async function, .*asyncio\.run")
