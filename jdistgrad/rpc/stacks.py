@@ -75,8 +75,7 @@ def _serve(file: IO[str], asked: pathlib.Path) -> None:
             if now != seen:
                 seen = now
                 for worker in sorted((one for one in workers if not one.closed), key=lambda one: one.rank):
-                    waits = waits_of(worker, time.monotonic())
-                    file.write("\n  ".join((f"\n{worker.info} at {where(worker.home)}:", *waits)))
+                    file.write("\n  ".join((f"\n{worker.info} at {where(worker.home)}:", *waits_of(worker))))
                 file.write("\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
@@ -84,13 +83,9 @@ def _serve(file: IO[str], asked: pathlib.Path) -> None:
                 file.flush()
 
 
-def waits_of(worker: "Worker", now: float) -> list[str]:
-    """Return a line for each thing that a worker waits for or does, without locks: a thread that hangs may hold them.
-
-    Arguments:
-      now: the time, as ``time.monotonic`` has it.
-    """
-    names, engaged = worker.directory.workers, list(worker.watchdog.all.values())
+def waits_of(worker: "Worker") -> list[str]:
+    """Return a line for each thing that a worker waits for or does, without locks: one that hangs may hold them."""
+    now, names, engaged = time.monotonic(), worker.directory.workers, list(worker.watchdog.all.values())
     meetings = [one for one in engaged if one.entry.by_calls]
     found = [
         f"{now - one.since:.1f} s in {one.entry.what}, with {', '.join(str(names[k]) for k in sorted(one.peers))}"
