@@ -100,7 +100,7 @@ def context() -> Iterator[Context]:
 @contextlib.contextmanager
 def opened_context() -> Iterator[Context]:
     worker = current_worker()
-    opened = Context(worker, worker.scopes.enter(worker.scopes.draw()))
+    opened = Context(worker, worker.scopes.enter(next(worker.scopes.ids)))
     try:
         with within(opened.scope):
             yield opened
@@ -156,10 +156,10 @@ class Lease:
     """Ownership of a context, open or not yet: the context closes when the last holder of the lease is gone."""
 
     def __init__(self, worker: Worker):
-        self._worker, self.id = worker, worker.scopes.draw()
+        self._worker, self.id = worker, next(worker.scopes.ids)
 
     def __del__(self) -> None:
-        self._worker.releasing.abandon_scope(self.id)
+        self._worker.releasing.abandoned.append(self.id)
 
 
 @contextlib.contextmanager

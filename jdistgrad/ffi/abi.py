@@ -24,20 +24,27 @@ Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)  # a function of a frame's addre
 _function = functools.cache(Function)  # by address: XLA's functions do not move
 
 
-class _Version(ctypes.Structure):
-    _fields_ = [*_START, ("major", ctypes.c_int), ("minor", ctypes.c_int)]
-
-
-class _Extension(ctypes.Structure):
-    _fields_ = [("struct_size", _Size), ("type", ctypes.c_int), ("next", _Pointer)]
+_VERSION: list[tuple[str, Any]] = [  # a structure inside others
+    ("version_size", _Size),
+    ("version_extension", _Pointer),
+    ("major", ctypes.c_int),
+    ("minor", ctypes.c_int),
+]
 
 
 class _Metadata(ctypes.Structure):
-    _fields_ = [("struct_size", _Size), ("version", _Version), ("traits", ctypes.c_uint32)]
+    _fields_ = [("struct_size", _Size), *_VERSION, ("traits", ctypes.c_uint32)]
 
 
-class _MetadataExtension(ctypes.Structure):
-    _fields_ = [("base", _Extension), ("metadata", ctypes.POINTER(_Metadata))]
+class _Extension(ctypes.Structure):
+    """An extension of a frame; only that of the type METADATA has ``metadata``."""
+
+    _fields_ = [
+        ("struct_size", _Size),
+        ("type", ctypes.c_int),
+        ("next", _Pointer),
+        ("metadata", ctypes.POINTER(_Metadata)),
+    ]
 
 
 class _Values(ctypes.Structure):
@@ -63,7 +70,7 @@ class _Interface(ctypes.Structure):
 
     _fields_ = [
         *_START,
-        ("version", _Version),
+        *_VERSION,
         ("internal", _Pointer),
         ("create_error", _Pointer),
         ("unused", _Pointer * 12),
@@ -105,10 +112,13 @@ class CallFrame(ctypes.Structure):
 
     def answers_about_itself(self) -> bool:
         """Answer XLA if it only asks for the handler's version; return whether it does."""
-        if not self.extension_start or _Extension.from_address(self.extension_start).type != METADATA:
+        if not self.extension_start:
             return False
-        metadata = _MetadataExtension.from_address(self.extension_start).metadata[0]
-        metadata.version.major, metadata.version.minor = VERSION
+        extension = _Extension.from_address(self.extension_start)
+        if extension.type != METADATA:
+            return False
+        metadata = extension.metadata[0]
+        metadata.major, metadata.minor = VERSION
         metadata.traits = 0
         return True
 

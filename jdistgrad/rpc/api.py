@@ -14,6 +14,7 @@ from jdistgrad.rpc.rref import RRef
 T = TypeVar("T")
 
 # A function that returns a future is answered with the future's result: each function here has two types.
+Function = Callable[..., Any]
 Args = Sequence[Any]
 Kwargs = Mapping[str, Any] | None
 Seconds = float | None
@@ -33,13 +34,7 @@ def rpc_sync(
 
 
 def rpc_sync(
-    to: AnyWorker,
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
-    **others: Never,
+    to: AnyWorker, fn: Function, args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None, **others: Never
 ) -> Any:
     """Call a function on another worker and wait for its result.
 
@@ -77,13 +72,7 @@ def rpc_async(
 
 
 def rpc_async(
-    to: AnyWorker,
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
-    **others: Never,
+    to: AnyWorker, fn: Function, args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None, **others: Never
 ) -> CallFuture[Any]:
     """Call a function on another worker without waiting. See ``rpc_sync``.
 
@@ -111,13 +100,7 @@ def rpc_all(
 
 
 def rpc_all(
-    workers: Iterable[AnyWorker] | None,
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
-    **others: Never,
+    workers: Workers, fn: Function, args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None, **others: Never
 ) -> CallFutures[Any]:
     """Call a function on several workers without waiting. See ``rpc_sync``. The arguments are encoded once.
 
@@ -149,13 +132,7 @@ def remote(
 
 
 def remote(
-    to: AnyWorker,
-    fn: Callable[..., Any],
-    args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    timeout: float | None = None,
-    **others: Never,
+    to: AnyWorker, fn: Function, args: Args = (), kwargs: Kwargs = None, *, timeout: Seconds = None, **others: Never
 ) -> RRef[Any]:
     """Call a function on another worker and leave the result there. See ``rpc_sync``.
 

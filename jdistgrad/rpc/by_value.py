@@ -97,9 +97,13 @@ class ObjectPickler(cloudpickle.Pickler):
         path = None if value is self.root else import_path(value)
         if path is None:
             return self.by_value(value)
-        if path[0] == "__main__":
-            return self.of_program(value, path)
-        return NotImplemented if isinstance(value, types.FunctionType | type) else (lookup, path)
+        if path[0] != "__main__":
+            return NotImplemented if isinstance(value, types.FunctionType | type) else (lookup, path)
+        like, mailbox = likeness(value), find_mailbox()
+        if mailbox is not None and (path, like) not in asked_for:
+            return own_or_sent, (*path, like, None, mailbox.rank)
+        code = code_of(value)
+        return self.by_value(value) if code is None else (own_or_sent, (*path, like, code))
 
     def found(self, value: Any) -> Any:
         """Return how to pickle an object that is no function or class."""
@@ -119,13 +123,6 @@ class ObjectPickler(cloudpickle.Pickler):
         path = import_path(value)  # jnp.add, for example
         return NotImplemented if path is None else (lookup, path)
 
-    def of_program(self, value: Any, path: Path) -> Any:
-        like, mailbox = likeness(value), find_mailbox()
-        if mailbox is not None and (path, like) not in asked_for:
-            return own_or_sent, (*path, like, None, mailbox.rank)
-        code = code_of(value)
-        return self.by_value(value) if code is None else (own_or_sent, (*path, like, code))
-
     def by_value(self, value: Any) -> Any:
         """Return how to pickle a function or class from what it is made of."""
         if isinstance(value, JITTED):
@@ -134,7 +131,10 @@ class ObjectPickler(cloudpickle.Pickler):
         if isinstance(value, WITH_RULES):
             return object.__new__, (type(value),), vars(value)
         if isinstance(value, types.FunctionType) and (module := _module_with_file(value)):
-            return _with_globals_of(module, value)
+            cells = [() if cell == EMPTY else (cell.cell_contents,) for cell in value.__closure__ or ()]
+            names = value.__name__, value.__qualname__, value.__module__
+            rest = value.__defaults__, value.__kwdefaults__, value.__dict__
+            return make, (module, value.__code__, len(cells)), (cells, names, rest), None, None, complete
         return super().reducer_override(value)
 
 
@@ -246,13 +246,6 @@ def _module_with_file(function: types.FunctionType) -> str | None:
     module = sys.modules.get(name)
     has_file = module is not None and getattr(module, "__file__", None) and vars(module) is function.__globals__
     return name if has_file and name != "__main__" else None
-
-
-def _with_globals_of(module: str, function: types.FunctionType) -> Any:
-    cells = [() if cell == EMPTY else (cell.cell_contents,) for cell in function.__closure__ or ()]
-    names = function.__name__, function.__qualname__, function.__module__
-    rest = function.__defaults__, function.__kwdefaults__, function.__dict__
-    return make, (module, function.__code__, len(cells)), (cells, names, rest), None, None, complete
 
 
 def make(module: str, code: types.CodeType, cells: int) -> types.FunctionType:

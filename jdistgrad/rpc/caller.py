@@ -45,7 +45,7 @@ class Caller:
     def rpc_sync(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
         """Call, and look for the answer on this thread: no future is made."""
         mailbox, call = self._mailbox, (function, args, kwargs)
-        pending = self._pending(mailbox.ids.next(), mailbox.directory.find(to), call, timeout, None)
+        pending = self._pending(next(mailbox.ids), mailbox.directory.find(to), call, timeout, None)
         with put_off_interrupt():
             self._send(Kind.CALL, pending, call, snapshot=False)
             mailbox.transport.wait(pending)
@@ -63,7 +63,7 @@ class Caller:
         self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None
     ) -> CallFuture[Any]:
         call = function, args, kwargs
-        return self.start(Kind.CALL, self._mailbox.ids.next(), to, call, timeout)
+        return self.start(Kind.CALL, next(self._mailbox.ids), to, call, timeout)
 
     def start(
         self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None
@@ -80,11 +80,10 @@ class Caller:
 
         Raises if no worker can be sent this call, before anything is sent.
         """
-        peers = self._mailbox.directory.find_all(to)
-        mailbox = self._mailbox
+        mailbox, peers = self._mailbox, self._mailbox.directory.find_all(to)
         futures = [CallFuture[Any](mailbox.transport) for _ in peers]
         calls = [
-            self._pending(mailbox.ids.next(), peer, call, timeout, future)
+            self._pending(next(mailbox.ids), peer, call, timeout, future)
             for peer, future in zip(peers, futures, strict=True)
         ]
         if not calls:
@@ -116,19 +115,24 @@ class Caller:
                 leaving.result()
 
     def _pending(
-        self,
-        identifier: int,
-        peer: WorkerInfo,
-        call: Invocation,
-        timeout: float | None,
-        future: CallFuture[Any] | None,
+        self, identifier: int, peer: WorkerInfo, call: Invocation, timeout: float | None, future: Any
     ) -> Pending:
-        mailbox = self._mailbox
-        check_call(call, peer, handed_over=mailbox.hands_over or peer is mailbox.info)
+        """Check a call, and return its entry for the table. The encoder checks arguments that are not handed over."""
+        mailbox, (function, *arguments) = self._mailbox, call
+        if not callable(function):
+            raise errors.FunctionError(
+                f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
+                f"rpc_sync({peer.name!r}, function, args=(...))"
+            )
+        if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
+            raise errors.FunctionError(f"{describe(function)} {IS_ASYNC}")
+        handed_over = mailbox.hands_over or peer is mailbox.info
+        if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
+            raise refuse_traced(f"cannot call {describe(function)} on {peer}")
         seconds = mailbox.timeout if timeout is None else checked_timeout(timeout)
         now = time.monotonic()
         origin = current_scope(), threading.get_ident()
-        return Pending(identifier, peer, mailbox.info, call[0], seconds, now + seconds, future, now, *origin)
+        return Pending(identifier, peer, mailbox.info, function, seconds, now + seconds, future, now, *origin)
 
     def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
         """Send a call; if it was made in a scope, the scope then includes the peer."""
@@ -196,20 +200,6 @@ class Caller:
         else:
             run = functools.partial(self._mailbox.run_callbacks, CALLBACKS, pending.function, pending.peer.rank)
             pending.future.answer(opener, run)
-
-
-def check_call(call: Invocation, peer: WorkerInfo, *, handed_over: bool) -> None:
-    """Raise if a call is invalid. This checks only arguments that are handed over; the encoder checks all others."""
-    function, *arguments = call
-    if not callable(function):
-        raise errors.FunctionError(
-            f"a call needs a function, not {function!r:.60}. Pass the function and its arguments, not its result: "
-            f"rpc_sync({peer.name!r}, function, args=(...))"
-        )
-    if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
-        raise errors.FunctionError(f"{describe(function)} {IS_ASYNC}")
-    if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
-        raise refuse_traced(f"cannot call {describe(function)} on {peer}")
 
 
 def checked_timeout(seconds: Any) -> float:

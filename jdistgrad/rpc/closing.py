@@ -188,9 +188,7 @@ class Closing:
                 self._round_complete.set()
         elif message.kind is Kind.CLOSE and self.wanted:
             self.gone.add(message.source)
-            if (
-                self._mailbox.survives and not self.told_to_close.is_set()
-            ):  # the first one to say so may have died meanwhile
+            if self._mailbox.survives and not self.told_to_close.is_set():  # who says so first may have died meanwhile
                 self.told_to_close.set()
                 self._tell_all(Kind.CLOSE)
             self.told_to_close.set()

@@ -51,7 +51,7 @@ class PickleCodec:
         self._streams: dict[Any, bytes] = {}
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel:
-        copies = pinned.of_all(lambda: trees.leaves(value)) if pinned.accelerated() else pinned.NONE
+        copies = pinned.of_all(trees.leaves(value)) if pinned.accelerated() else pinned.NONE
         found: prepared.Arrays = {}
         key = prepared.key_of(value, found, copies)
         stream = None if key is None else self._streams.get(key)
@@ -59,15 +59,15 @@ class PickleCodec:
             parcel = self._pickled(value, copies, snapshot=snapshot)
             same = len(parcel.buffers) == len(found) and not parcel.attached
             if key is not None and same and len(parcel.stream) <= LONGEST:
-                self._remember(key, parcel.stream)
+                if len(self._streams) >= KEPT:
+                    self._streams.clear()
+                self._streams[key] = parcel.stream
             return parcel
-        raw = [prepared.memory_of(one) for one in found.values()]
+        raw = [
+            one.data if one.nbytes < arrays.ALIAS_FROM and one.flags.c_contiguous else arrays.bytes_of(one)
+            for one in found.values()
+        ]
         return Parcel(stream, [_steady(one) for one in raw] if snapshot else raw)
-
-    def _remember(self, key: Any, stream: bytes) -> None:
-        if len(self._streams) >= KEPT:
-            self._streams.clear()
-        self._streams[key] = stream
 
     def _pickled(self, value: Any, copies: pinned.Copies, *, snapshot: bool) -> Parcel:
         buffers: list[pickle.PickleBuffer] = []

@@ -118,9 +118,3 @@ def _say_who_may_wait() -> None:
         "before the first array.",
         TUNING,
     )
-
-
-def device_of_local_worker(rank: int) -> jax.Device | None:
-    """Return the device of a worker that shares its process with others, or None if the process has only one device."""
-    devices = jax.local_devices()
-    return devices[rank % len(devices)] if len(devices) > 1 else None

@@ -64,9 +64,7 @@ def pack(error: BaseException, where: str) -> Failure:
 def spelled(error: BaseException) -> str:
     """Return an exception's type and text, without its notes."""
     kind = type(error)
-    name = (
-        kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
-    )
+    name = f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.").removeprefix("__main__.")
     try:
         text = str(error)
     except Exception as raised:

@@ -191,19 +191,16 @@ setattr(GradientHandle, "__add__", _sum)  # noqa: B010
 
 
 def is_handle(leaf: Any) -> bool:
-    """Return whether a leaf is a handle, which JAX may be tracing."""
     return isinstance(leaf, Handle) or (isinstance(leaf, jax.core.Tracer) and isinstance(leaf.aval, HandleType))
 
 
 def is_gradient(leaf: Any) -> bool:
-    """Return whether a leaf is the handle of a gradient, which JAX may be tracing."""
     if isinstance(leaf, jax.core.Tracer):
         return isinstance(leaf.aval, GradientType)
     return isinstance(leaf, GradientHandle)
 
 
 def marks_of(handle: Any) -> Any:
-    """Return the marks of a handle, which JAX may be tracing."""
     return _marks_p.bind(handle) if isinstance(handle, jax.core.Tracer) else handle.marks
 
 
@@ -246,13 +243,10 @@ class _Conversion(Primitive):
         self.def_abstract_eval(to_type)
         ad.defjvp(self, lambda moved, _: tangent(moved))
         ad.primitive_transposes[self] = lambda cotangent, _: [transpose(cotangent)]
-        batching.primitive_batchers[self] = self._batched
+        batching.primitive_batchers[self] = lambda operands, dims: (self.bind(*operands), dims[0])
 
     def is_high(self, *_: Any, **__: Any) -> bool:
         return True
-
-    def _batched(self, operands: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, Any]:
-        return self.bind(*operands), dims[0]
 
 
 _marks_p = _Conversion(

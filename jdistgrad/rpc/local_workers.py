@@ -1,5 +1,6 @@
 """Worlds inside one process: programs as threads (``spawn``), and workers that help a notebook (``local_workers``)."""
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -90,7 +91,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
     return results
 
 
-class LocalWorkers:
+class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     """A local world whose worker 0 is the caller; ``local_workers`` opens one."""
 
     def __init__(self, n: int, timeout: float):
@@ -124,9 +125,6 @@ class LocalWorkers:
             shutdown()
             for server in self._servers:
                 server.join()
-
-    def __enter__(self) -> "LocalWorkers":
-        return self
 
     def __exit__(self, *exception: Any) -> None:
         self.close()

@@ -130,7 +130,7 @@ class Losses:
 
     def settled(self, message: Message) -> None:
         with self._lock:
-            self._references.settled(message.source, message.body)
+            self._references.returned(message.source, message.body)
             self._settled.add((message.source, message.id))
             self._end_hold()
 
@@ -196,7 +196,6 @@ class Losses:
             self._tell(peer, Message(Kind.BREAK, self._mailbox.rank, scope.id, (lost, self._lost[lost])))
 
     def broken(self, message: Message) -> None:
-        """Fail a context, as its opener tells."""
         lost, why = message.body
         self._peers.lose(lost, why)
         scope = self._scopes.open.get(message.id)

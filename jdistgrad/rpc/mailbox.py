@@ -18,8 +18,8 @@ from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.functions import describe
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.arrays import identity, may_be_written
-from jdistgrad.wire.ids import IdSource
-from jdistgrad.wire.message import CALLS, ENCODED, WORK, Codec, Kind, Message, Parcel
+from jdistgrad.wire.ids import ids_of
+from jdistgrad.wire.message import CALLS, ENCODED, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task, Transport
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -111,17 +111,8 @@ class Running:
         return "a call that could not be read" if self.function is None else self.what.format(describe(self.function))
 
 
-@dataclasses.dataclass(frozen=True)
-class Process:
-    """Actions on the process that a worker lives in. They do nothing if the workers are threads of one process.
-
-    Arguments:
-      end_job: ends all ranks, for the given cause.
-      report: prints the exception because of which this worker leaves.
-    """
-
-    end_job: Callable[[str], None]
-    report: Callable[[BaseException], None]
+def nothing(about: object) -> None:
+    """Do nothing with the process that a worker lives in, as its other threads may be workers too."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -129,6 +120,8 @@ class Mailbox:
     """A worker's address in its world, and its access to the transport.
 
     Attributes:
+      end_job: ends all ranks, for the given cause.
+      report: prints the exception because of which this worker leaves.
       work: counts of the messages that carry work.
       survives: whether the others go on when a worker is lost.
       home: the thread that opened the world.
@@ -144,10 +137,11 @@ class Mailbox:
     rank: int
     directory: Directory
     transport: Transport
-    codec: Codec
+    codec: Any  # a ``PickleCodec``, of a layer above
     _: dataclasses.KW_ONLY
     timeout: float
-    process: Process
+    end_job: Callable[[str], None] = nothing
+    report: Callable[[BaseException], None] = nothing
     device: jax.Device | None = None
     survives: bool = False
 
@@ -155,7 +149,7 @@ class Mailbox:
         self.info, self.size = self.directory.workers[self.rank], len(self.directory.workers)
         self.hands_over = self.transport.hands_over
         self.shares_process = self.hands_over and self.size > 1
-        self.ids, self.work, self.slots = IdSource(self.rank), WorkCount(self.rank, self.size), current.Slots()
+        self.ids, self.work, self.slots = ids_of(self.rank), WorkCount(self.rank, self.size), current.Slots()
         self.home = threading.get_ident()
         self.failure: BaseException | None = None
         self.closed = False
@@ -201,12 +195,19 @@ class Mailbox:
         """Put a message's body into the form in which it travels; return the parcel if it is encoded for the peer."""
         body = message.body
         if isinstance(body, Parcel):  # for several workers
-            message.body = _for_itself(body) if peer == self.rank else body
+            if peer == self.rank:  # it gets arrays of its own
+                own = [
+                    one if one.readonly and not may_be_written(one) else memoryview(bytearray(one))
+                    for one in body.buffers
+                ]
+                message.body = Parcel(body.stream, own, body.attached)
             return dataclasses.replace(body, undo=None)
         if self.hands_over or peer == self.rank:
             if snapshot and message.kind in CALLS:
-                message.body = _steady(body)
+                function, args, kwargs = body  # the caller may change NumPy arrays, lists and dicts among them
+                message.body = function, *(trees.steady((args, kwargs)) if kwargs else (trees.steady(args), kwargs))
             return None
+        parcel: Parcel
         if message.kind is Kind.PUSH:
             parcel = self.codec.encode_pushed(*body)
         else:
@@ -300,26 +301,9 @@ def _wait_for_arrays(leaves: Iterable[Any]) -> None:
             leaf.block_until_ready()
 
 
-def _for_itself(parcel: Parcel) -> Parcel:
-    """Return a parcel for the worker that has made it, and that sends it to others too, with arrays of its own."""
-    buffers = [
-        one if one.readonly and not may_be_written(one) else memoryview(bytearray(one)) for one in parcel.buffers
-    ]
-    return Parcel(parcel.stream, buffers, parcel.attached)
-
-
 def _short(call: Any) -> Any:
     """Return a call without its keyword arguments, if there are none."""
     return call if call[2] else call[:2]
-
-
-def _steady(call: Any) -> Any:
-    """Return a call that is handed over with copies of the arguments that the caller may change.
-
-    These are NumPy arrays, lists and dicts. Without them its arguments are the caller's own objects.
-    """
-    function, args, kwargs = call
-    return function, *(trees.steady((args, kwargs)) if kwargs else (trees.steady(args), kwargs))
 
 
 # The functions of ``current``, with the return type that the layers above need.

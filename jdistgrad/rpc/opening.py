@@ -7,11 +7,12 @@ import time
 import uuid
 from typing import Any
 
+import jax
+
 from jdistgrad import errors
 from jdistgrad.rpc import current, devices, directory, jax_processes, process_exit, stacks
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
-from jdistgrad.rpc.mailbox import Process
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.wire import launcher_env, mpi_start
 from jdistgrad.wire.ids import spell
@@ -19,7 +20,6 @@ from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.transport import Job, Receiver, Transport
 
-THREADS = Process(end_job=lambda cause: None, report=lambda error: None)  # for workers of a local world
 LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "threads", "wire"))
 
 
@@ -41,8 +41,9 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float) -> Worker:
     hello = Hello(name_of(name, rank, hub.size), uuid.uuid4().hex, {})
     world = hub.next_world(rank)  # after what may be refused: the others are in this world
     hellos = world.gather(rank, hello, timeout)
-    transport, device = LocalTransport(world, rank), devices.device_of_local_worker(rank)
-    return _open(hellos[0].world, agree(hellos), rank, transport, timeout, THREADS, device)
+    chips = jax.local_devices()
+    device = chips[rank % len(chips)] if len(chips) > 1 else None
+    return _open(hellos[0].world, rank, agree(hellos), LocalTransport(world, rank), timeout=timeout, device=device)
 
 
 def close(worker: Worker, *, graceful: bool) -> None:
@@ -74,8 +75,8 @@ def open_process(name: Names, timeout: float, *, with_devices: bool, survive: bo
         hellos, workers = _meet(job, dataclasses.replace(hello, offer=job.offer()), timeout, with_devices=with_devices)
         world = hellos[0].world
         transport = job.connect(world, [one.offer for one in hellos], timeout)
-        process = Process(job.end, process_exit.report)
-        worker = _open(world, workers, job.rank, transport, timeout, process, survive=survive)
+        settings = {"end_job": job.end, "report": process_exit.report, "survives": survive}
+        worker = _open(world, job.rank, workers, transport, timeout=timeout, **settings)
         if_failed.pop_all()
     process_exit.joined(worker)
     return worker
@@ -98,21 +99,8 @@ def _meet(job: Job, hello: Hello, timeout: float, *, with_devices: bool) -> tupl
     return hellos, found
 
 
-def _open(
-    world: str,
-    workers: Directory,
-    rank: int,
-    transport: Transport,
-    timeout: float,
-    process: Process,
-    device: Any = None,
-    *,
-    survive: bool = False,
-) -> Worker:
-    codec = PickleCodec()
-    worker = Worker(
-        world, rank, workers, transport, codec, timeout=timeout, process=process, device=device, survives=survive
-    )
+def _open(world: str, rank: int, workers: Directory, transport: Transport, **settings: Any) -> Worker:
+    worker = Worker(world, rank, workers, transport, PickleCodec(), **settings)
     stacks.workers.add(worker)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(add_fields)  # once, however often it is added

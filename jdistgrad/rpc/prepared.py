@@ -14,7 +14,7 @@ from jdistgrad.rpc import by_value
 from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.functions import JITTED, registered_name
 from jdistgrad.wire import pinned
-from jdistgrad.wire.arrays import ALIAS_FROM, EXTENSIONS_FROM, ArrayBlock, bytes_of
+from jdistgrad.wire.arrays import EXTENSIONS_FROM, ArrayBlock
 
 NUMBERS = "biufc"  # kinds of NumPy's dtypes whose memory Python can see
 BY_NAME = types.FunctionType, types.BuiltinFunctionType, JITTED
@@ -104,10 +104,3 @@ def _place(function: Any) -> tuple[str, str, int]:
         if ((module, name), like) in by_value.asked_for:
             raise _NoKeyError
     return module, name, like
-
-
-def memory_of(array: np.ndarray) -> memoryview:
-    """Return the memory of an array, in C order; as bytes, if the array is large."""
-    if array.nbytes < ALIAS_FROM and array.flags.c_contiguous:
-        return array.data
-    return bytes_of(array)

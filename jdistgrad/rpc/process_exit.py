@@ -97,12 +97,12 @@ def _die(worker: Worker, why: str) -> None:
             if not poll(lambda: worker.given_up_by or not others_of(worker), settings.silence_seconds):
                 for rank in others_of(worker):  # an mpirun that goes on without the dead leaves these behind
                     worker.transport.kill(rank)
-                worker.process.end_job(
+                worker.end_job(
                     f"{worker.info} is lost: {why}; no other worker gave a sign of life, to go on without it"
                 )
             hung = "" if others_of(worker) else _hung(worker)
             if hung:
-                worker.process.end_job(f"{worker.info} is lost: {why}; MPI would wait for {hung} for ever")
+                worker.end_job(f"{worker.info} is lost: {why}; MPI would wait for {hung} for ever")
             worker.close(graceful=False)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # closed, or None

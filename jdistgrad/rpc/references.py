@@ -54,7 +54,7 @@ class References:
 
     def call_remote(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
         """Make a value on another worker; return the claim to it."""
-        identifier, owner = self._mailbox.ids.next(), self._mailbox.directory.find(to).rank
+        identifier, owner = next(self._mailbox.ids), self._mailbox.directory.find(to).rank
         call = function, args, kwargs
         with put_off_interrupt():
             future = self._caller.start(Kind.REMOTE, identifier, owner, call, timeout)
@@ -101,7 +101,7 @@ class References:
 
         The caller gives the claim the whole weight when the owner knows the value, or soon will.
         """
-        return self.claim(self._mailbox.ids.next(), owner, NOTHING)
+        return self.claim(next(self._mailbox.ids), owner, NOTHING)
 
     def fetch(self, claim: Claim, timeout: float | None) -> concurrent.futures.Future[Any]:
         """Return a future of a claim's value.
@@ -127,18 +127,20 @@ class References:
         with within(None):
             return self._caller.rpc_async(claim.owner, creation_of, (sent,), {}, timeout)
 
-    def returned(self, source: int, dropped: list[tuple[int, int, int, bool]]) -> list[Any]:
-        """Take back weights that a worker has dropped; return the entries of values without references."""
-        weights = [(identifier, Weight(units, scale)) for identifier, units, scale, _ in dropped]
-        return self._take_back(source, weights, [identifier for identifier, *_, noted in dropped if noted])
+    def returned(self, source: int, parts: list[tuple[int, int, int, bool]]) -> list[Any]:
+        """Take back weights that a worker has dropped, or returns in the place of a lost one, unless it is lost itself.
 
-    def _take_back(self, source: int, weights: list[tuple[int, Weight]], noted: Iterable[int] = ()) -> list[Any]:
-        """Take back weights, unless they come from a lost worker. ``noted``: of what the other has accounts."""
-        here = self._mailbox.rank
+        Returns:
+          The entries of values without references.
+        """
+        here, weights = (
+            self._mailbox.rank,
+            [(identifier, Weight(units, scale)) for identifier, units, scale, _ in parts],
+        )
         if self._survives and source != here:
-            if not self.accounts.take(source, [(identifier, here, weight) for identifier, weight in weights]):
+            if not self.accounts.give(source, [(identifier, here, weight) for identifier, weight in weights], -1):
                 return []
-            for identifier in noted:
+            for identifier in [identifier for identifier, *_, noted in parts if noted]:
                 self._noted_by.setdefault(identifier, set()).add(source)
         return self._freed(self.owned.release_all(weights))
 
@@ -153,7 +155,7 @@ class References:
         """Take over the weight in a message; return the claims, or None if the message is of a lost worker."""
         gifts = gifts_in(parcel)
         noted = self._survives and gifts and source != self._mailbox.rank
-        if noted and not self.accounts.take(source, gifts):
+        if noted and not self.accounts.give(source, gifts, -1):
             return None
         return [self.claim(*gift) for gift in gifts]
 
@@ -164,7 +166,7 @@ class References:
             raise errors.WorkerLostError(f"the worker of rank {peer} is lost", worker=peer)
 
         def take_back() -> None:
-            if accounts.take(peer, gifts):  # else the account was settled: the weight has gone to its owner
+            if accounts.give(peer, gifts, -1):  # else the account was settled: the weight has gone to its owner
                 undo()
 
         parcel.undo = take_back
@@ -176,27 +178,17 @@ class References:
         self.owned.release_all(self.accounts.settle(lost, self._mailbox.rank))
         return self._freed(self.owned.give_up(lost, error))
 
-    def settle(self, lost: int, owner: int) -> list[tuple[int, int, int]]:
-        """Return the balances with a lost worker to the owner that asks for them."""
-        balances = self.accounts.settle(lost, owner)
-        return [(identifier, weight.units, weight.scale) for identifier, weight in balances]
-
-    def settled(self, source: int, balances: list[tuple[int, int, int]]) -> None:
-        """Take back weight that a survivor returns in the place of a lost worker."""
-        self._take_back(source, [(identifier, Weight(units, scale)) for identifier, units, scale in balances])
+    def settle(self, lost: int, owner: int) -> list[tuple[int, int, int, bool]]:
+        """Return the balances with a lost worker to the owner that asks for them, in the form of dropped weights."""
+        return [(identifier, w.units, w.scale, False) for identifier, w in self.accounts.settle(lost, owner)]
 
     def sweep(self) -> list[Any]:
         """Return the entries of values that only lost workers held: all accounts with these are settled."""
         return self._freed(self.owned.sweep())
 
     def forget(self, owner: int, identifiers: list[int]) -> None:
-        """Forget references whose values are gone, as their owner says."""
         self.accounts.forget(identifiers)
         self.forgotten[owner] += len(identifiers)
-
-    def to_forget(self) -> dict[int, list[int]]:
-        """Return the references that other workers may forget since the last call, by worker."""
-        return _by_worker(emptied(self.forgettings))
 
     def _freed(self, entries: dict[int, Owned]) -> list[Any]:
         if self._survives and entries:
@@ -220,15 +212,14 @@ class Releasing:
 
     Arguments:
       lost: the lost workers, which are not notified.
+
+    Attributes:
+      abandoned: the scopes to close at the next ``flush``. Garbage collection may append to it.
     """
 
     def __init__(self, mailbox: Mailbox, scopes: ScopeTable, references: References, lost: Collection[int]):
         self._mailbox, self._scopes, self._references, self._lost = mailbox, scopes, references, lost
-        self._abandoned = collections.deque[int]()
-
-    def abandon_scope(self, identifier: int) -> None:
-        """Close a scope at the next ``flush``. Safe to call during garbage collection."""
-        self._abandoned.append(identifier)
+        self.abandoned = collections.deque[int]()
 
     def close_scope(self, identifier: int) -> None:
         """Release a scope, here and on every worker that was called in it.
@@ -251,13 +242,14 @@ class Releasing:
     def flush(self) -> None:
         """Close abandoned scopes, and return dropped weights to their owners."""
         here, references = self._mailbox.rank, self._references
-        if not (self._abandoned or references.drops or references.forgettings):
+        if not (self.abandoned or references.drops or references.forgettings):
             return
         with self._mailbox.work.under_way():  # until the messages count: the world might close before they are sent
-            for identifier in emptied(self._abandoned):
+            for identifier in emptied(self.abandoned):
                 self.close_scope(identifier)
             dropped = [(owner, Message(Kind.DROP, here, 0, weights)) for owner, weights in references.dropped().items()]
-            gone = [(peer, Message(Kind.FORGET, here, 0, values)) for peer, values in references.to_forget().items()]
+            forgettings = _by_worker(emptied(references.forgettings))
+            gone = [(peer, Message(Kind.FORGET, here, 0, values)) for peer, values in forgettings.items()]
             self._tell_all([*dropped, *gone])
 
     def _tell_all(self, messages: Iterable[tuple[int, Message]]) -> None:

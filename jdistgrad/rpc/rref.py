@@ -215,11 +215,6 @@ def staged_reference(owner: int, results: Any, handle: Any, token: Any) -> RRef[
     return _unflatten(RuntimeKey(owner, results), (handle, token))
 
 
-def _flatten(rref: RRef[Any]) -> tuple[tuple[Any, ...], Any]:
-    children = (rref.handle,) if rref.token is None else (rref.handle, rref.token)
-    return children, rref._claim.key
-
-
 def _unflatten(key: Any, children: Any) -> RRef[Any]:
     if isinstance(key, StandIn):
         return RRef._of(key, *children)
@@ -234,7 +229,11 @@ def _unflatten(key: Any, children: Any) -> RRef[Any]:
     return RRef._of(claim or MissingClaim(key), handle, token)
 
 
-jax.tree_util.register_pytree_node(RRef, _flatten, _unflatten)
+jax.tree_util.register_pytree_node(
+    RRef,
+    lambda rref: ((rref.handle,) if rref.token is None else (rref.handle, rref.token), rref._claim.key),
+    _unflatten,
+)
 trees.OPAQUE.add(RRef)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jdistgrad.errors import ContextError, WorkerLostError
-from jdistgrad.wire.ids import IdSource, spell, worker_of
+from jdistgrad.wire.ids import ids_of, spell, worker_of
 
 T = TypeVar("T")
 
@@ -79,20 +79,17 @@ class ScopeTable:
     """The scopes one worker takes part in.
 
     Attributes:
+      ids: of new scopes, which can be entered, and be released whether they have been entered or not.
       open: those that are open, by id.
       lost: the lost workers: nobody can enter a scope that one has opened, nor one that is new here in a call of one.
     """
 
     def __init__(self, rank: int):
-        self._ids = IdSource(rank)
+        self.ids = ids_of(rank)
         self.open: dict[int, Scope] = {}
         self._closed: collections.OrderedDict[int, None] = collections.OrderedDict()
         self.lost: set[int] = set()
         self._lock = threading.Lock()
-
-    def draw(self) -> int:
-        """Return the id of a new scope, which can be entered, and be released whether it has been entered or not."""
-        return self._ids.next()
 
     def enter(self, identifier: int, caller: int | None = None) -> Scope:
         """Return the scope with this id, made if it is new here.

@@ -14,7 +14,6 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from typing import IO, TYPE_CHECKING
 
 from jdistgrad import errors
@@ -75,28 +74,18 @@ def _serve(file: IO[str], asked: pathlib.Path) -> None:
             now = asked.stat().st_mtime_ns
             if now != seen:
                 seen = now
-                file.write("\n".join(("", *_lines(), "")))
+                for worker in sorted((one for one in workers if not one.closed), key=lambda one: one.rank):
+                    file.write("\n  ".join((f"\n{worker.info} at {where(worker.home)}:", *waits_of(worker))))
+                file.write("\n")
                 file.flush()
                 faulthandler.dump_traceback(file)
                 file.write(f"{END}{launcher_env.rank()}\n")
                 file.flush()
 
 
-def _lines() -> Iterator[str]:
-    now = time.monotonic()
-    for worker in sorted(workers, key=lambda one: one.rank):
-        if not worker.closed:
-            yield f"{worker.info} at {where(worker.home)}:"
-            yield from (f"  {line}" for line in waits_of(worker, now))
-
-
-def waits_of(worker: "Worker", now: float) -> list[str]:
-    """Return a line for each thing that a worker waits for or does, without locks: a thread that hangs may hold them.
-
-    Arguments:
-      now: the time, as ``time.monotonic`` has it.
-    """
-    names, engaged = worker.directory.workers, list(worker.watchdog.all.values())
+def waits_of(worker: "Worker") -> list[str]:
+    """Return a line for each thing that a worker waits for or does, without locks: one that hangs may hold them."""
+    now, names, engaged = time.monotonic(), worker.directory.workers, list(worker.watchdog.all.values())
     meetings = [one for one in engaged if one.entry.by_calls]
     found = [
         f"{now - one.since:.1f} s in {one.entry.what}, with {', '.join(str(names[k]) for k in sorted(one.peers))}"

@@ -173,14 +173,13 @@ class Watchdog:
         what = f"{one.entry.what}, at {where(mailbox.home)}"
         text = f"{mailbox.info} has waited for {time.monotonic() - one.since:.0f} s ({what}): {why}"
         if one.blocking and one.interrupt is None:
-            mailbox.process.end_job(text)
+            mailbox.end_job(text)
         elif one.error is None:
             one.error = errors.WorkerLostError(text, worker=mailbox.directory.workers[peer])
             if one.interrupt is not None:
                 one.interrupt()
 
     def look(self, now: float) -> None:
-        """Ask the other participants where they are, now and then."""
         for one in self._watched():
             if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
                 one.asked = now
@@ -267,7 +266,6 @@ class Watchdog:
 
 
 def location(asker: int, entry: CollectiveEntry) -> Location:
-    """Return where this worker is. Served by every worker."""
     return current_part(Watchdog).location(asker, entry)
 
 

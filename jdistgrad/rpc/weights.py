@@ -77,7 +77,7 @@ class Accounts:
         self._lock = threading.Lock()
 
     def give(self, peer: int, gifts: Iterable[Gift], sign: int = 1) -> bool:
-        """Note weight that goes to a worker; return False, and note nothing, if the account is closed."""
+        """Note weight that goes to a worker (``sign`` -1: comes from it); return False if that account is closed."""
         with self._lock:
             if peer in self._closed:
                 return False
@@ -86,9 +86,6 @@ class Accounts:
                     self._owners[identifier] = owner
                     self._change(identifier, peer, weight if sign > 0 else NOTHING - weight)
             return True
-
-    def take(self, peer: int, gifts: Iterable[Gift]) -> bool:
-        return self.give(peer, gifts, -1)
 
     def close(self, lost: int) -> None:
         """Let the account with a lost worker take no more entries, and forget the references that it owned."""

@@ -19,7 +19,7 @@ from jdistgrad.rpc.references import References, Releasing
 from jdistgrad.rpc.scopes import Inbox, Key, ScopeTable
 from jdistgrad.rpc.server import Served
 from jdistgrad.rpc.watchdog import Watchdog
-from jdistgrad.wire.ids import IdSource
+from jdistgrad.wire.ids import ids_of
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
 from jdistgrad.wire.transport import Task
@@ -39,7 +39,7 @@ class Worker(Mailbox):
         super().__post_init__()
         self.kept: dict[str, Any] = {}
         self.given_up_by: set[int] = set()  # the workers that go on without this one
-        self.scopes, self.messages = ScopeTable(self.rank), IdSource(self.rank)
+        self.scopes, self.messages = ScopeTable(self.rank), ids_of(self.rank)
         self.peers = self.add(Peers(self, self._lost))
         self.calls = self.add(Caller(self, self._check))
         self.references = self.add(References(self, self.calls))
@@ -114,7 +114,10 @@ class Worker(Mailbox):
     def _take_note(self, message: Message) -> Task | None:
         kind, source = message.kind, message.source
         if kind is Kind.PUSH:
-            self._pushed(message)
+            try:
+                self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
+            except errors.ContextError as closed:
+                self.refuse(source, "a value", closed)
         elif kind is Kind.RELEASE:
             return self.work.counted(functools.partial(self.releasing.close_scope, message.id))
         elif kind is Kind.DROP:
@@ -131,29 +134,18 @@ class Worker(Mailbox):
             self.closing.handle(message)
         return None
 
-    def _pushed(self, message: Message) -> None:
-        try:
-            self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
-        except errors.ContextError as closed:
-            self.refuse(message.source, "a value", closed)
-
     def _without_lost(self, message: Message) -> Task | None:
-        """Handle a message by which survivors do without a lost worker."""
         if message.kind is Kind.LOST and message.id == self.rank:
             text = f"the other workers go on without {self.info}, says rank {message.source}: {message.body[0]}"
             self.given_up_by.add(message.source)
             self.fail(errors.WorkerLostError(text, worker=self.info))
-        elif message.kind is Kind.LOST:
-            self.losses.lost_elsewhere(message)
-        elif message.kind is Kind.SETTLE:
-            self.losses.settled(message)
-        elif message.kind is Kind.PARTAKE:
-            return self.work.counted(functools.partial(self.losses.takes_part, message))
-        elif message.kind is Kind.BREAK:
-            return self.work.counted(functools.partial(self.losses.broken, message))
-        else:
-            self.losses.forget(message)
-        return None
+            return None
+        losses = self.losses
+        if message.kind in (Kind.PARTAKE, Kind.BREAK):
+            handle = losses.takes_part if message.kind is Kind.PARTAKE else losses.broken
+            return self.work.counted(functools.partial(handle, message))
+        handlers = {Kind.LOST: losses.lost_elsewhere, Kind.SETTLE: losses.settled, Kind.FORGET: losses.forget}
+        return handlers[message.kind](message)
 
     # Housekeeping.
 

@@ -131,13 +131,19 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         ``shutdown`` would wait for that function to return.
     """
     worker = current_worker()
-    failed = failure_being_handled(worker) if graceful else None
-    if failed is not None:
-        worker.process.report(failed)
+    handled = sys.exception()
+    ends_well = isinstance(handled, GeneratorExit) or (isinstance(handled, SystemExit) and handled.code in (None, 0))
+    failed = None if not graceful or ends_well or handled is worker.handled_before else handled
+    if failed is not None:  # not older than the world, and no regular exit
+        worker.report(failed)
         graceful = False
     seconds = math.inf
     if graceful:
-        refuse_to_wait_for_itself(worker)
+        if running := worker.running_here():
+            raise errors.WorldError(
+                f"shutdown of {worker.info}: this thread serves {running[0]}, and shutdown would wait until that "
+                "returns. Let the function set a flag, and call shutdown in the program that called init."
+            )
         seconds = seconds if timeout is None else checked_timeout(timeout)
     try:
         _collect_garbage()  # drops references that are caught in cycles
@@ -177,23 +183,6 @@ def _end(worker: Worker, *, graceful: bool) -> list[str]:
     close(worker, graceful=graceful)
     forget_failed_effects()
     return found
-
-
-def refuse_to_wait_for_itself(worker: Worker) -> None:
-    """Raise WorldError if this thread runs what a shutdown waits for."""
-    running = worker.running_here()
-    if running:
-        raise errors.WorldError(
-            f"shutdown of {worker.info}: this thread serves {running[0]}, and shutdown would wait until that returns. "
-            "Let the function set a flag, and call shutdown in the program that called init."
-        )
-
-
-def failure_being_handled(worker: Worker) -> BaseException | None:
-    """Return the exception being handled here, unless it is older than the world or is a regular exit."""
-    error = sys.exception()
-    ends_well = isinstance(error, GeneratorExit) or (isinstance(error, SystemExit) and error.code in (None, 0))
-    return None if ends_well or error is worker.handled_before else error
 
 
 def on_lost(callback: Callback) -> Callback:

@@ -39,15 +39,6 @@ TRACED = (
 PickleReduction = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-def padded(length: int) -> int:
-    """Return the length with its padding, after which the next array is aligned."""
-    return -(-length // ALIGNMENT) * ALIGNMENT
-
-
-def padding(length: int) -> bytes:
-    return PADDINGS[length % ALIGNMENT]
-
-
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
     """Return the text by which ``named_dtype`` finds a dtype without fields."""

@@ -1,6 +1,7 @@
 """64-bit identifiers: the rank of the worker that made them in the top 16 bits, the worker's counter in the low 48."""
 
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -9,16 +10,10 @@ COUNTER_BITS = 48
 MAX_WORKERS = 1 << 16
 
 
-class IdSource:
-    """The source of one worker's identifiers, in order. Safe from any thread."""
-
-    def __init__(self, rank: int):
-        assert 0 <= rank < MAX_WORKERS
-        self._base = rank << COUNTER_BITS
-        self._counter = itertools.count()
-
-    def next(self) -> int:
-        return self._base | next(self._counter)
+def ids_of(rank: int) -> Iterator[int]:
+    """Return one worker's identifiers, in order. Safe from any thread."""
+    assert 0 <= rank < MAX_WORKERS
+    return itertools.count(rank << COUNTER_BITS)
 
 
 def worker_of(identifier: int) -> int:

@@ -42,10 +42,8 @@ def leave_note(what: str, text: str = "") -> None:
     """Leave a note for the launcher, if it wants notes and has none of this kind."""
     folder = os.environ.get(NOTES)
     if folder:
-        with (
-            contextlib.suppress(OSError),
-            open(pathlib.Path(folder, f"{what}-{rank()}"), "x", encoding="utf-8") as note,
-        ):
+        path = pathlib.Path(folder, f"{what}-{rank()}")
+        with contextlib.suppress(OSError), path.open("x", encoding="utf-8") as note:
             note.write(text)
 
 
@@ -98,11 +96,10 @@ LEFT_OPEN = "MPI4PY_RC_FINALIZE"
 
 def outside_the_job() -> dict[str, str]:
     """Return this process's environment without what would make a child a part of the job."""
-
-    def is_of_the_job(name: str) -> bool:
-        return name == PLACE or name.startswith(OF_A_JOB_IN_OPEN_MPI_4 if name.startswith(OF_MPI) else OF_A_JOB)
-
-    return {name: value for name, value in os.environ.items() if not is_of_the_job(name)}
+    of_mpi = {name for name in os.environ if name.startswith(OF_MPI)}
+    of_a_job = {name for name in os.environ if name.startswith(OF_A_JOB)} - of_mpi
+    of_a_job |= {PLACE, *(name for name in of_mpi if name.startswith(OF_A_JOB_IN_OPEN_MPI_4))}
+    return {name: value for name, value in os.environ.items() if name not in of_a_job}
 
 
 def launched() -> bool:

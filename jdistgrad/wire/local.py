@@ -83,7 +83,6 @@ class LocalWorld:
         return {rank: receiver for rank, receiver in self.receivers.copy().items() if receiver is not None}
 
     def _arrive(self, arrivals: dict[int, Any], rank: int, value: Any, timeout: float) -> None:
-        """Add what a rank brings to the arrivals, and wait for all ranks."""
         limit = min(timeout, threading.TIMEOUT_MAX)
         with self._changed:
             arrivals[rank] = value

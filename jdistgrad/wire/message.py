@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 
 class Kind(enum.IntEnum):
@@ -65,15 +65,3 @@ class Message:
     id: int
     body: Any = None
     scope: int | None = None
-
-
-class Codec(Protocol):
-    """The conversion of users' values into parcels and back; those of pushed values have a key."""
-
-    def encode(self, value: Any, *, snapshot: bool) -> Parcel: ...
-
-    def decode(self, parcel: Parcel) -> Any: ...
-
-    def encode_pushed(self, key: tuple[int, ...], value: Any) -> Parcel: ...
-
-    def decode_pushed(self, parcel: Parcel) -> tuple[tuple[int, ...], Any]: ...

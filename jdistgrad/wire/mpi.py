@@ -8,7 +8,6 @@ from then on; what was half sent or half received is dropped, but its memory is 
 """
 
 import collections
-import concurrent.futures
 import dataclasses
 import functools
 import itertools
@@ -29,7 +28,7 @@ from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
 from jdistgrad.wire.mpi_process import chunks
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.polling import SHORTEST, pause
-from jdistgrad.wire.transport import Awaited, Receiver, Task, Transport
+from jdistgrad.wire.transport import Receiver, Task, Transport
 
 FRAME_TAG = 0
 AT_ONCE = 8  # messages in one look
@@ -67,9 +66,6 @@ class Transfer:
     peer: int
     frame: frames.Frame | None = None
 
-    def done(self) -> bool:
-        return MPI.Request.Testall(self.requests)
-
 
 class MPITransport(Transport):
     """A transport between the ranks of a communicator, which no other code may use.
@@ -96,7 +92,7 @@ class MPITransport(Transport):
         self._memory, self._lost = memory, set[int]()
         self._dropped: list[Transfer] = []
         self._pool, self._status = BufferPool(), MPI.Status()
-        self._tags = int(comm.Get_attr(MPI.TAG_UB) or 32767)
+        self._tags = int(comm.Get_attr(MPI.TAG_UB) or 32767)  # of the large pieces that follow frames
         self._numbers = [itertools.count() for _ in range(comm.size)]
         self._outgoing: collections.deque[Transfer] = collections.deque()
         self._begun = self._begun_before_look = 0  # transfers that did not end at once
@@ -105,7 +101,7 @@ class MPITransport(Transport):
 
     def start(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._progress = Progress(
+        progress = self._progress = Progress(
             f"jdistgrad-mpi-{self.rank}",
             self._look,
             receiver,
@@ -113,19 +109,9 @@ class MPITransport(Transport):
             came=self._something_came,
             rings=lambda: self._doorbell.all_ring and not self._outgoing,
         )
-        self._progress.start()
-
-    def wait(self, target: Awaited) -> None:
-        self._progress.wait(target)
-
-    def wake(self) -> None:
-        self._progress.wake()
-
-    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
-        self._progress.wait_for(futures, timeout)
-
-    def look(self) -> None:
-        self._progress.look()
+        self.wait, self.wait_for = progress.wait, progress.wait_for  # type: ignore[method-assign]
+        self.wake, self.look = progress.wake, progress.look  # type: ignore[method-assign]
+        progress.start()
 
     def serve_only(self, *, only: bool) -> None:
         self._progress.idle_process = only
@@ -161,8 +147,9 @@ class MPITransport(Transport):
         requests: list[MPI.Request] = []
         try:
             requests.append(self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG))
+            tag = 1 + number % self._tags
             for piece in bulk:
-                requests += [self._comm.Isend([part, MPI.BYTE], peer, self._tag(number)) for part in chunks(piece)]
+                requests += [self._comm.Isend([part, MPI.BYTE], peer, tag) for part in chunks(piece)]
             if not MPI.Request.Testall(requests):
                 self._outgoing.append(Transfer(requests, (frame, bulk), peer))
                 self._begun += 1
@@ -240,11 +227,11 @@ class MPITransport(Transport):
         """Complete what has been sent, and at most one transfer that arrives; return as ``_look`` does."""
         moved = bool(self._incoming)  # they must be advanced without naps
         for transfer in self._outgoing.copy():  # sending threads append meanwhile
-            if transfer.done():
+            if MPI.Request.Testall(transfer.requests):
                 self._outgoing.remove(transfer)
                 moved = True
         for transfer in self._incoming:
-            if transfer.done():
+            if MPI.Request.Testall(transfer.requests):
                 self._incoming.remove(transfer)
                 if transfer.frame is None:
                     return True, self._frame_complete(transfer.peer, transfer.memory)
@@ -281,20 +268,16 @@ class MPITransport(Transport):
                 bulk.append(frame.pieces[k])
         if not bulk:
             return self._receive(frame.complete())
-        arriving = Transfer([], frame.pieces, source, frame)
+        arriving, tag = Transfer([], frame.pieces, source, frame), 1 + frame.number % self._tags
         try:
             for part in (part for piece in bulk for part in chunks(piece)):
-                arriving.requests.append(self._comm.Irecv([part, MPI.BYTE], source, self._tag(frame.number)))
+                arriving.requests.append(self._comm.Irecv([part, MPI.BYTE], source, tag))
         except MPI.Exception:
             self._dropped.append(arriving)  # MPI may still write to what it was given
             raise
         self._incoming.append(arriving)
         self._doorbell.ring(source)
         return None
-
-    def _tag(self, number: int) -> int:
-        """Return the tag of the large pieces that follow a frame."""
-        return 1 + number % self._tags
 
     def _receive(self, message: Message) -> Task | None:
         if message.kind not in ENCODED and message.body is not None:

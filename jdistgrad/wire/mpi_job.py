@@ -1,7 +1,7 @@
 """The ranks of an MPI job, as worlds need them: who there is, how they connect, who has died, and how all end."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from mpi4py import MPI
 
@@ -12,20 +12,9 @@ from jdistgrad.wire.memory import SharedMemory
 from jdistgrad.wire.mpi import MPITransport, free_left, worlds_left
 from jdistgrad.wire.transport import Transport
 
-
-class Offer(NamedTuple):
-    """What other ranks need to connect to one.
-
-    Attributes:
-      memory: the address of its shared memory; ``doorbell``: that of its doorbell.
-      process: its process, as its neighbours name it; None unless the others survive it.
-      left: the worlds that it has left whose communicators it has kept.
-    """
-
-    memory: str
-    doorbell: str
-    process: mpi_failures.Process | None
-    left: tuple[str, ...]
+# What other ranks need to connect to one: the addresses of its shared memory and of its doorbell; its process, as its
+# neighbours name it, None unless the others survive it; the worlds that it has left whose communicators it has kept.
+Offer = tuple[str, str, mpi_failures.Process | None, tuple[str, ...]]
 
 
 class MPIJob:
@@ -36,7 +25,12 @@ class MPIJob:
     """
 
     def __init__(self, *, survive: bool):
-        mpi_process.require_threads()
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            raise WorldError(
+                "init: MPI runs with less than MPI_THREAD_MULTIPLE, which calls from several threads need. Import "
+                "mpi4py with its defaults (mpi4py.rc.thread_level = 'multiple'), and use an MPI built with thread "
+                "support."
+            )
         mpi_process.require_the_others("init")
         why = mpi_failures.missing(started=True) if survive else ""
         if why:
@@ -50,7 +44,7 @@ class MPIJob:
         self._memory = SharedMemory()
         self._doorbell = Doorbell(self._memory)
         process = mpi_failures.this_process() if self._survive else None
-        return Offer(self._memory.address, self._doorbell.address, process, tuple(worlds_left))
+        return self._memory.address, self._doorbell.address, process, tuple(worlds_left)
 
     def withdraw(self) -> None:
         if self._doorbell is not None:
@@ -62,16 +56,15 @@ class MPIJob:
         return mpi_process.gather(self._comm, hello, timeout)
 
     def connect(self, world: str, offers: Sequence[Any], timeout: float) -> Transport:
-        memory, doorbell, found = self._memory, self._doorbell, [Offer(*one) for one in offers]
+        memory, doorbell = self._memory, self._doorbell
         assert memory is not None
         assert doorbell is not None
-        free_left([one.left for one in found])
+        memories, doorbells, processes, left = zip(*offers, strict=True)
+        free_left(left)
         own = mpi_process.duplicate(self._comm, timeout)
-        failures = None
-        if self._survive:
-            failures = mpi_failures.Failures(own, [one.process for one in found if one.process is not None])
-        memory.meet([one.memory for one in found], self.rank)
-        doorbell.meet([one.doorbell for one in found])
+        failures = mpi_failures.Failures(own, processes) if self._survive else None
+        memory.meet(memories, self.rank)
+        doorbell.meet(doorbells)
         return MPITransport(own, world, memory, doorbell, failures)
 
     def dead(self) -> set[int]:

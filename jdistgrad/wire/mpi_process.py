@@ -30,15 +30,6 @@ HERE = pickle.dumps(None)  # what a rank sends at its end, from memory that stay
 GRACE_SECONDS = 5.0  # the others wait a little longer than rank 0, whose answer tells which ranks are missing
 
 
-def require_threads() -> None:
-    """Raise WorldError if MPI was not started for use by several threads at once."""
-    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-        raise WorldError(
-            "init: MPI runs with less than MPI_THREAD_MULTIPLE, which calls from several threads need. Import mpi4py "
-            "with its defaults (mpi4py.rc.thread_level = 'multiple'), and use an MPI built with thread support."
-        )
-
-
 def why_alone() -> str:
     """Return why MPI finds this process alone, though its launcher has started several; "" if that is not so.
 
@@ -85,7 +76,17 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
       WorldError: some ranks were missing after ``timeout`` seconds; raised on every rank that called.
     """
     with naming_the_dead(comm):
-        hellos = _collect(comm, hello, timeout) if comm.rank == 0 else _report(comm, hello, timeout)
+        if comm.rank == 0:
+            hellos = _heard(comm, {0: hello}, ROLL_TAG, timeout)
+            roster = pickle.dumps(hellos)
+            answers = [comm.Isend([roster, MPI.BYTE], rank, ROSTER_TAG) for rank in hellos if rank != 0]
+            poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
+        else:
+            sent, hellos = comm.Isend([pickle.dumps(hello), MPI.BYTE], 0, ROLL_TAG), dict.fromkeys(range(1, comm.size))
+            if poll(lambda: comm.Iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):  # else rank 0 is missing
+                status = MPI.Status()
+                hellos = _received(comm.Mprobe(0, ROSTER_TAG, status), status)
+                sent.Wait()
     missing = sorted(set(range(comm.size)) - set(hellos))
     if missing:
         raise WorldError(
@@ -94,14 +95,6 @@ def gather(comm: MPI.Intracomm, hello: Any, timeout: float) -> list[Any]:
             missing=missing,
         )
     return [hellos[rank] for rank in range(comm.size)]
-
-
-def _collect(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
-    hellos = _heard(comm, {0: hello}, ROLL_TAG, timeout)
-    roster = pickle.dumps(hellos)
-    answers = [comm.Isend([roster, MPI.BYTE], rank, ROSTER_TAG) for rank in hellos if rank != 0]
-    poll(lambda: MPI.Request.Testall(answers), GRACE_SECONDS)
-    return hellos
 
 
 def _heard(comm: MPI.Intracomm, heard: dict[int, Any], tag: int, timeout: float) -> dict[int, Any]:
@@ -115,16 +108,6 @@ def _heard(comm: MPI.Intracomm, heard: dict[int, Any], tag: int, timeout: float)
 
     poll(all_here, timeout)
     return heard
-
-
-def _report(comm: MPI.Intracomm, hello: Any, timeout: float) -> dict[int, Any]:
-    sent = comm.Isend([pickle.dumps(hello), MPI.BYTE], 0, ROLL_TAG)
-    if not poll(lambda: comm.Iprobe(0, ROSTER_TAG), timeout + GRACE_SECONDS):
-        return dict.fromkeys(range(1, comm.size), hello)
-    status = MPI.Status()
-    roster: dict[int, Any] = _received(comm.Mprobe(0, ROSTER_TAG, status), status)
-    sent.Wait()
-    return roster
 
 
 def _received(message: MPI.Message, status: MPI.Status) -> Any:

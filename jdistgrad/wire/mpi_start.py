@@ -21,8 +21,15 @@ def start(timeout: float, *, survive: bool) -> Job:
       WorldError: MPI cannot be used, does not find the other processes, or cannot survive the death of one.
     """
     launcher_env.refuse_place_of_another_process("init")
-    if survive:
-        _leave_mpi_open()
+    if survive:  # let MPI start so that its end does not wait for dead ranks
+        mpi4py = importlib.import_module("mpi4py")
+        is_left_open = os.environ.get(launcher_env.LEFT_OPEN, "").lower() in ("0", "false", "no", "n", "off")
+        if "mpi4py.MPI" in sys.modules and mpi4py.rc.finalize is not False and not is_left_open:
+            raise errors.WorldError(
+                "init(survive=True): mpi4py.MPI was imported before, and would wait for dead ranks at the end of this "
+                "process. Call init first, or set MPI4PY_RC_FINALIZE=0 (`jdistgrad run --survive` does)."
+            )
+        mpi4py.rc.finalize = False
     with _ends_when_stuck(timeout):
         mpi_starts_when_every_rank_has_called_init()
     launcher_env.take_place()
@@ -61,15 +68,3 @@ def _ends_when_stuck(timeout: float) -> Iterator[None]:
             faulthandler.cancel_dump_traceback_later()
     else:
         yield
-
-
-def _leave_mpi_open() -> None:
-    """Let MPI start so that its end does not wait for dead ranks. Raises WorldError if MPI has started."""
-    mpi4py = importlib.import_module("mpi4py")
-    is_left_open = os.environ.get(launcher_env.LEFT_OPEN, "").lower() in ("0", "false", "no", "n", "off")
-    if "mpi4py.MPI" in sys.modules and mpi4py.rc.finalize is not False and not is_left_open:
-        raise errors.WorldError(
-            "init(survive=True): mpi4py.MPI was imported before, and would wait for dead ranks at the end of this "
-            "process. Call init first, or set MPI4PY_RC_FINALIZE=0 (`jdistgrad run --survive` does)."
-        )
-    mpi4py.rc.finalize = False

@@ -4,7 +4,7 @@ A copy to memory that is not pinned takes several times as long, and the process
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -63,13 +63,13 @@ class Copies:
 NONE = Copies(())
 
 
-def of_all(leaves: Callable[[], Iterable[Any]]) -> Copies:
-    """Return copies of the arrays on accelerators among some leaves, which are looked at only if there may be any.
+def of_all(leaves: Iterable[Any]) -> Copies:
+    """Return copies of the arrays on accelerators among some leaves.
 
     What contains itself, or is nested too deeply, has no leaves: its arrays are copied one by one.
     """
     try:
-        return Copies(leaves()) if accelerated() else NONE
+        return Copies(leaves)
     except RecursionError:
         return NONE
 

@@ -8,7 +8,6 @@ import pytest
 from jdistgrad.errors import WorkerLostError
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory
-from jdistgrad.rpc.opening import THREADS
 from jdistgrad.rpc.rref import RRef, by_reference
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.wire.ids import worker_of
@@ -43,7 +42,7 @@ class Simulated(Worker):
     def __init__(self, rank, world):
         directory = Directory([f"worker{rank}" for rank in range(world.size)])
         codec = PickleCodec()
-        super().__init__("", rank, directory, Wire(rank, world), codec, timeout=9.0, process=THREADS, survives=True)
+        super().__init__("", rank, directory, Wire(rank, world), codec, timeout=9.0, survives=True)
         self.held = []
 
     def run(self, task):

@@ -10,25 +10,26 @@ from helpers.worlds import last, needs_pickling, on_worker0, still_works, wire_w
 import jdistgrad as jd
 
 
-@pytest.mark.parametrize("to", ["nobody", 99])
-@on_worker0
-def test_unknown_worker(world, to):
-    for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
-        with pytest.raises(jd.UnknownWorkerError):
-            call(to, operator.add, args=(1, 2))
-    still_works()
-
-
-@on_worker0
-def test_what_is_no_function(world):
-    with pytest.raises(jd.FunctionError):
-        jd.rpc_sync(0, "add", args=(1, 2))
-    with pytest.raises(jd.FunctionError):  # nobody may ever read the answer
-        jd.remote(0, waits, args=(1,))
-
-
 async def waits(x):
     return x
+
+
+@pytest.mark.parametrize(
+    ("to", "function", "args", "error"),
+    [
+        ("nobody", operator.add, (1, 2), jd.UnknownWorkerError),
+        (99, operator.add, (1, 2), jd.UnknownWorkerError),
+        (0, "add", (1, 2), jd.FunctionError),
+        (0, waits, (1,), jd.FunctionError),  # nobody may ever read the answer
+        (0, operator.neg, 3, TypeError),
+    ],
+)
+@on_worker0
+def test_calls_that_cannot_be(world, to, function, args, error):
+    for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
+        with pytest.raises(error):
+            call(to, function, args=args)
+    still_works()
 
 
 class Waiting:
@@ -42,11 +43,7 @@ def waits_in_a_future(x):
     return future
 
 
-@pytest.mark.parametrize(
-    "function",
-    [waits, Waiting().method, waits_in_a_future],
-    ids=["function", "method", "future"],
-)
+@pytest.mark.parametrize("function", [waits, Waiting().method, waits_in_a_future], ids=["function", "method", "future"])
 @on_worker0
 def test_async_functions_are_refused(world, function):
     refused = pytest.raises(jd.FunctionError, match=r"is an async function, .*asyncio\.run")
@@ -79,11 +76,3 @@ def make_only_here():
 
     only_here.__qualname__ = "only_here"
     return only_here
-
-
-@on_worker0
-def test_arguments_that_are_no_tuple(world):
-    for call in (jd.rpc_sync, jd.rpc_async, jd.remote):
-        with pytest.raises(TypeError):
-            call(last(), operator.neg, args=3)
-    still_works()

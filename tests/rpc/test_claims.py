@@ -31,10 +31,7 @@ def test_a_chain_of_copies_never_runs_out():
     for _ in range(1000):
         rest, weight = weight.split()
         kept.append(rest)
-    total = weight
-    for rest in kept:
-        total = total + rest
-    assert value(total) == 1
+    assert value(sum(kept, weight)) == 1
 
 
 def test_a_long_lived_holder_gives_copies_cheaply():

@@ -6,7 +6,7 @@ import time
 import jax.numpy as jnp
 import pytest
 from helpers.programs import identity
-from helpers.worlds import make, on_worker0, wait_until_owned
+from helpers.worlds import last, make, on_worker0, wait_until_owned
 
 import jdistgrad as jd
 from jdistgrad.rpc.references import value_of
@@ -17,14 +17,13 @@ from jdistgrad.wire.message import Kind
 
 @on_worker0
 def test_dropped_references_free_the_value(world):
-    last = jd.world_size() - 1
-    rref = jd.remote(last, make, args=(3,))
+    rref = jd.remote(last(), make, args=(3,))
     copies = [pass_on_reference(rref, rank) for rank in range(jd.world_size())]
-    wait_until_owned(last, 1)
+    wait_until_owned(last(), 1)
     del rref
-    wait_until_owned(last, 1)
+    wait_until_owned(last(), 1)
     del copies
-    wait_until_owned(last, 0)
+    wait_until_owned(last(), 0)
 
 
 def pass_on_reference(rref, rank):
@@ -33,24 +32,22 @@ def pass_on_reference(rref, rank):
 
 @on_worker0
 def test_a_reference_nobody_keeps_is_free_at_once(world):
-    last = jd.world_size() - 1
     for _ in range(20):
-        jd.remote(last, make, args=(3,))
-    cycle = {"rref": jd.remote(last, make, args=(3,))}
+        jd.remote(last(), make, args=(3,))
+    cycle = {"rref": jd.remote(last(), make, args=(3,))}
     cycle["self"] = cycle
     del cycle
-    wait_until_owned(last, 0)
+    wait_until_owned(last(), 0)
 
 
 @on_worker0
 def test_a_failed_encoding_costs_no_weight(world):
-    last = jd.world_size() - 1
-    rref = jd.remote(last, make, args=(3,))
+    rref = jd.remote(last(), make, args=(3,))
     for _ in range(5):
         with pytest.raises((jd.EncodingError, TypeError)):
-            jd.rpc_sync(last, never_called, args=(jd.by_reference(rref), [rref, unsendable()]))
+            jd.rpc_sync(last(), never_called, args=(jd.by_reference(rref), [rref, unsendable()]))
     del rref
-    wait_until_owned(last, 0)
+    wait_until_owned(last(), 0)
 
 
 def never_called(reference, pair):
@@ -63,25 +60,23 @@ def unsendable():
 
 @on_worker0
 def test_a_fetch_that_comes_after_the_last_drop_does_not_keep_the_world_open(world):
-    last = jd.world_size() - 1
-    rref = jd.remote(last, make, args=(3,))
+    rref = jd.remote(last(), make, args=(3,))
     identifier = rref.id
     del rref
-    wait_until_owned(last, 0)
+    wait_until_owned(last(), 0)
     with pytest.raises(jd.StaleReferenceError):
-        jd.rpc_sync(last, value_of, args=(identifier,), timeout=5)
+        jd.rpc_sync(last(), value_of, args=(identifier,), timeout=5)
 
 
 @on_worker0
 def test_a_value_lives_until_the_wait_for_its_creation_is_served(world):
-    last = jd.world_size() - 1
-    rref = jd.remote(last, make, args=(3,))
+    rref = jd.remote(last(), make, args=(3,))
     with calls_held_back():
         made = rref.creation(timeout=20)
         del rref
         current_worker().releasing.flush()
     assert made.result() is None
-    wait_until_owned(last, 0)
+    wait_until_owned(last(), 0)
 
 
 @contextlib.contextmanager
@@ -104,11 +99,10 @@ def calls_held_back():
 
 @on_worker0
 def test_late_answers_still_return_their_references(world):
-    last = jd.world_size() - 1
     with pytest.raises(jd.CallTimeoutError):
-        jd.rpc_sync(last, slow_reference, args=(0.2,), timeout=0.05)
+        jd.rpc_sync(last(), slow_reference, args=(0.2,), timeout=0.05)
     time.sleep(0.4)
-    wait_until_owned(last, 0)
+    wait_until_owned(last(), 0)
 
 
 def slow_reference(seconds):
@@ -123,13 +117,12 @@ def test_a_call_that_cannot_be_read_still_returns_its_references(world):
         return reference
 
     def body():
-        last = jd.world_size() - 1
-        rref = jd.remote(last, make, args=(3,))
-        if last != 0 and launcher_env.launched():
+        rref = jd.remote(last(), make, args=(3,))
+        if last() != 0 and launcher_env.launched():
             with pytest.raises(jd.FunctionError):
-                jd.rpc_sync(last, gone, args=(jd.by_reference(rref),))
+                jd.rpc_sync(last(), gone, args=(jd.by_reference(rref),))
         del rref
-        wait_until_owned(last, 0)
+        wait_until_owned(last(), 0)
 
     def main():
         me = jd.init()
@@ -152,7 +145,7 @@ def test_what_is_left_is_told_at_shutdown_and_refused_in_the_next_world(world):
         with pytest.raises(jd.StaleReferenceError):
             kept.to_here()
         with pytest.raises(jd.StaleReferenceError):
-            jd.rpc_sync(jd.world_size() - 1, identity, args=(jd.by_reference(kept),))
+            jd.rpc_sync(last(), identity, args=(jd.by_reference(kept),))
         assert jd.shutdown() == []
         return kept
 

@@ -61,27 +61,21 @@ def test_a_slow_worker_does_not_keep_the_others(big_world):
     assert done_by.count(1) < done_by.count(2)
 
 
-@on_worker0
-def test_an_exception_ends_the_iteration_at_its_item(world):
-    results = jd.map(fail_on_three, range(50))
-    assert [next(results) for _ in range(3)] == [0, 1, 2]
-    with pytest.raises(KeyError):
-        next(results)
-
-
-def stop_at_two(k):
-    if k == 2:
+def stop_at_three(k):
+    if k == 3:
         raise StopIteration("no more")
     return k
 
 
+@pytest.mark.parametrize(("function", "error"), [(fail_on_three, KeyError), (stop_at_three, RuntimeError)])
 @on_worker0
-def test_an_exception_that_would_end_the_iteration_quietly_is_told(world):
-    results = jd.map(stop_at_two, range(4))
-    assert [next(results), next(results)] == [0, 1]
-    with pytest.raises(RuntimeError):
+def test_an_exception_ends_the_iteration_at_its_item_and_not_quietly(world, function, error):
+    results = jd.map(function, range(50))
+    assert [next(results) for _ in range(3)] == [0, 1, 2]
+    with pytest.raises(error):
         next(results)
-    assert isinstance([*jd.map(stop_at_two, range(4), return_exceptions=True)][2], StopIteration)
+    found = [*jd.map(function, range(4), return_exceptions=True)]
+    assert isinstance(found[3], KeyError | StopIteration)
 
 
 @on_worker0

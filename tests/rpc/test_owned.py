@@ -45,13 +45,8 @@ def test_any_order_of_messages_ends_with_an_empty_table(seed):
     assert len(table.entries) == 0
 
 
-def references():
-    """Return the references of a worker that sends nothing."""
-    return References(types.SimpleNamespace(rank=0, world="", survives=False), caller=None)
-
-
 def test_all_references_of_one_id_share_a_claim():
-    claims = references()
+    claims = References(types.SimpleNamespace(rank=0, world="", survives=False), caller=None)
     first, second = claims.claim(1, 0, WHOLE), claims.claim(1, 0, WHOLE)
     assert first is second
     assert claims.dropped() == {}

@@ -12,7 +12,7 @@ from jdistgrad.wire.ids import COUNTER_BITS, worker_of
 
 def test_ids_have_their_worker_in_the_top_bits_and_count_below():
     table = ScopeTable(513)
-    first, second = table.draw(), table.draw()
+    first, second = next(table.ids), next(table.ids)
     assert first == 513 << COUNTER_BITS
     assert second == first + 1
     assert worker_of(second) == 513

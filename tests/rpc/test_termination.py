@@ -10,8 +10,7 @@ from jdistgrad.rpc.termination import Patience, Report, Survey, describe
 
 
 def conclude(survey, *reports):
-    for rank, report in enumerate(reports):
-        survey.reports[rank] = report
+    survey.reports = dict(enumerate(reports))
     return survey.conclude()
 
 
@@ -35,8 +34,7 @@ def test_two_equal_quiet_rounds_are_needed():
 )
 def test_no_end_while(other):
     survey = Survey(2)
-    assert not conclude(survey, QUIET, other)
-    assert not conclude(survey, QUIET, other)
+    assert [conclude(survey, QUIET, other) for _ in range(2)] == [False, False]
 
 
 class Dying:
@@ -130,19 +128,17 @@ def times(patience, looks):
     return [now for now, reports in looks if now >= patience.next_look and patience.ends(reports, now)]
 
 
-def test_it_speaks_when_all_want_to_close_whatever_moves():
-    busy = [(float(now), {0: IDLE, 1: Report(True, True, now, 3)}) for now in range(100)]
-    assert times(Patience(10, 0.0), busy) == [10, 20, 40, 80]
-
-
-def test_it_keeps_silent_while_others_work():
-    working = [(float(now), {0: IDLE, 1: Report(False, True, now, 3)}) for now in range(100)]
-    assert times(Patience(10, 0.0), working) == []
-
-
-def test_it_speaks_when_nothing_moves():
-    still = [(float(now), {0: IDLE, 1: OUTSIDE}) for now in range(100)]
-    assert times(Patience(10, 0.0), still) == [20, 30, 50, 90]
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        (lambda now: Report(True, True, now, 3), [10, 20, 40, 80]),
+        (lambda now: Report(False, True, now, 3), []),
+        (lambda now: OUTSIDE, [20, 30, 50, 90]),
+    ],
+    ids=["all want to close, whatever moves", "others work", "nothing moves"],
+)
+def test_it_speaks_unless_others_work(other, told):
+    assert times(Patience(10, 0.0), [(float(now), {0: IDLE, 1: other(now)}) for now in range(100)]) == told
 
 
 def test_programs_that_are_still_now_and_then_are_told_a_few_times():

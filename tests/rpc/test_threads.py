@@ -153,11 +153,7 @@ jd.spawn(main, 3)
 
 
 @pytest.mark.parametrize(
-    ("program", "status", "last"),
-    [
-        (SERVED, 1, "ValueError: mine"),
-        (INTERRUPTED, -2, "KeyboardInterrupt"),
-    ],
+    ("program", "status", "last"), [(SERVED, 1, "ValueError: mine"), (INTERRUPTED, -2, "KeyboardInterrupt")]
 )
 def test_a_program_ends_as_it_says_while_its_workers_compute(program, status, last):
     """Threads that come back from compiled code while Python ends would abort the process."""

@@ -7,15 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.worlds import (
-    apply,
-    last,
-    nap,
-    needs_pickling,
-    on_worker0,
-    still_works,
-    wire_world as wire_world,
-)
+from helpers.worlds import apply, last, nap, needs_pickling, on_worker0, still_works, wire_world as wire_world
 
 import jdistgrad as jd
 

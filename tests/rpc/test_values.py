@@ -52,19 +52,13 @@ def arrays_of_all_kinds(make):
     return [*arrays, make(np.zeros((3, 0, 2)), "float32"), make(np.arange(100_000), "int32")]
 
 
-def test_jax_arrays(world):
-    world.drive(lambda: [same(value, round_trip(value)) for value in arrays_of_all_kinds(jnp.asarray)])
-
-
-def test_numpy_arrays(world):
-    values = [*arrays_of_all_kinds(np.asarray), np.arange(3.0), np.float64(2.5), np.arange(5, dtype=np.int64)]
-    world.drive(lambda: [same(value, round_trip(value)) for value in values])
-
-
-def test_non_contiguous_arrays(world):
+@on_worker0
+def test_arrays_of_jax_and_numpy(world):
     base = np.arange(400_000, dtype=np.float32).reshape(1000, 400)
     views = [base.T, base[::3, ::-7], np.asfortranarray(base), np.broadcast_to(base[:1], (5, 400)), base[5:5]]
-    world.drive(lambda: [same(view, round_trip(view)) for view in views])
+    others = [*views, np.arange(3.0), np.float64(2.5), np.arange(5, dtype=np.int64)]
+    for value in (*arrays_of_all_kinds(jnp.asarray), *arrays_of_all_kinds(np.asarray), *others):
+        same(value, round_trip(value))
 
 
 @on_worker0
@@ -106,20 +100,12 @@ def test_read_only_views_of_what_changes_after_an_asynchronous_call(world, kind,
 
 
 @on_worker0
-def test_random_keys(world):
-    key = jax.random.key(7, impl="rbg")
+def test_random_keys_weak_types_and_arrays_to_write_to(world):
+    """If weak types were lost, a remote function would compute in another dtype than the same function run here."""
+    key, half = jax.random.key(7, impl="rbg"), jnp.ones(2, jnp.bfloat16)
     assert round_trip(key).dtype == key.dtype
     assert jax.random.uniform(round_trip(key)) == jax.random.uniform(key)
-
-
-def test_weak_types_stay_weak(world):
-    """If weak types were lost, a remote function would compute in another dtype than the same function run here."""
-    half = jnp.ones(2, jnp.bfloat16)
-    world.drive(lambda: same(half * 2.0, half * round_trip(jnp.asarray(2.0))))
-
-
-@on_worker0
-def test_received_numpy_arrays_are_writable(world):
+    same(half * 2.0, half * round_trip(jnp.asarray(2.0)))
     for n in (3, 100_000):
         array = round_trip(np.zeros(n))
         array[0] = 1
@@ -148,10 +134,6 @@ OBJECTS = [
 def test_python_objects(world):
     for value in OBJECTS:
         assert round_trip(value) == value
-
-
-@on_worker0
-def test_arrays_inside_objects_of_ones_own(world):
     holder = Holder([jnp.arange(3), np.ones(50_000)], "mine")
     back = round_trip(holder)
     assert back.label == "mine"

@@ -18,17 +18,14 @@ pytestmark = pytest.mark.world(1, 3)
 
 def test_nothing_works_before_init_or_after_shutdown(world):
     def main():
-        for use in (jd.worker_info, jd.world_size, jd.shutdown, lambda: jd.RRef(1), lambda: jd.rpc_sync(0, nap)):
-            with pytest.raises(jd.NotInitializedError, match=r"init\(\) was not called, or shutdown\(\) was"):
-                use()
+        for _ in range(2):
+            for use in (jd.worker_info, jd.world_size, jd.shutdown, lambda: jd.RRef(1), lambda: jd.rpc_sync(0, nap)):
+                with pytest.raises(jd.NotInitializedError, match=r"init\(\) was not called, or shutdown\(\) was"):
+                    use()
+            jd.init()
+            jd.shutdown()
 
-    def program():
-        main()
-        jd.init()
-        jd.shutdown()
-        main()
-
-    world.run(program)
+    world.run(main)
 
 
 def test_names_by_role(world):
@@ -83,19 +80,6 @@ def test_a_thread_that_belongs_to_no_worker_has_no_rank(big_world):
 
     big_world.run(main)
     assert jd.rank() == jd.local_rank() == 0
-
-
-def test_two_inits(world):
-    def main():
-        me = jd.init()
-        with pytest.raises(
-            jd.AlreadyInitializedError, match=rf"worker{me.rank} .* is already in a world of {world.size}"
-        ):
-            jd.init()
-        assert jd.rpc_sync(0, nap, args=(0,)) == 0
-        jd.shutdown()
-
-    world.run(main)
 
 
 def test_an_impatient_shutdown_fails_calls_on_both_sides(big_world):
@@ -163,6 +147,8 @@ def test_who_is_refused_may_call_again(world):
             with pytest.raises(ValueError, match="timeout"):
                 jd.init(timeout="long")
         jd.init(lambda rank: f"name{rank}", timeout=20)
+        with pytest.raises(jd.AlreadyInitializedError, match=rf"name\d .* is already in a world of {world.size}"):
+            jd.init()
         with pytest.raises(ValueError, match="timeout"):
             jd.shutdown(timeout=0)  # the time that is left may have been counted down to nothing
         assert jd.rpc_sync("name0", jd.rank) == 0

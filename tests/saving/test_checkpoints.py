@@ -402,9 +402,9 @@ def test_a_save_waits_for_that_of_another_thread_of_its_worker(tmp_path):
         with concurrent.futures.ThreadPoolExecutor() as pool:
             if jd.rank() < 2:
                 first = pool.submit(contextvars.copy_context().run, jd.save, tmp_path, 100, tree)
-                assert poll(lambda: any(", 100)" in one for one in waits_of(worker, time.monotonic())), 60)
+                assert poll(lambda: any(", 100)" in one for one in waits_of(worker)), 60)
                 second = pool.submit(contextvars.copy_context().run, jd.save, tmp_path, 200, tree)
-                poll(lambda: any(", 200)" in one for one in waits_of(worker, time.monotonic())), 0.5)
+                poll(lambda: any(", 200)" in one for one in waits_of(worker)), 0.5)
                 both_begun.wait()
                 first.result(60)
                 second.result(60)

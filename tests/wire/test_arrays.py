@@ -25,13 +25,14 @@ def sent(*arrays):
     [("float32", ()), ("bfloat16", (3,)), ("complex64", (0, 2)), ("int8", (2, 3, 5)), ("bool", ())],
 )
 def test_small_arrays_arrive_as_numpy_arrays(make, dtype, shape):
-    array = make(np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(jnp.dtype(dtype)))
+    array = make(np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(jnp.dtype(dtype)).T)  # not contiguous
     before, found, after = sent(make(np.ones(7, np.int8)), array, make(np.float32(2)))
     assert type(found) is np.ndarray
     assert (found.dtype, found.shape) == (array.dtype, array.shape)
     np.testing.assert_array_equal(found, np.asarray(array))
     np.testing.assert_array_equal(before, np.ones(7, np.int8))
     assert found.flags.aligned
+    assert not found.flags.writeable
     assert after == 2
 
 
@@ -55,14 +56,10 @@ def test_large_ones_become_arrays_of_jax_where_the_wire_has_put_them(make):
     lease[:] = np.frombuffer(parcel.buffers[0], np.uint8)
     parcel.buffers[0] = lease
     (found,) = CODEC.decode(parcel)
+    assert not found.flags.writeable
     made = as_jax_array(found)
     assert made.unsafe_buffer_pointer() == lease.ctypes.data
     np.testing.assert_array_equal(made, large)
-
-
-def test_not_contiguous():
-    array = np.arange(12.0, dtype=np.float32).reshape(3, 4)[:, ::2].T
-    np.testing.assert_array_equal(sent(array)[0], array)
 
 
 def test_weak_numbers_and_random_keys_stay_what_they_are():
@@ -71,11 +68,6 @@ def test_weak_numbers_and_random_keys_stay_what_they_are():
     key, _ = sent(jax.random.key(3), jnp.ones(3))
     np.testing.assert_array_equal(jax.random.key_data(key), jax.random.key_data(jax.random.key(3)))
     np.testing.assert_array_equal(array, np.ones(3))
-
-
-def test_what_arrived_cannot_be_written_to():
-    for array in sent(np.ones(3, np.float32), np.ones(ALIAS_FROM, np.float32)):
-        assert not array.flags.writeable
 
 
 @pytest.mark.parametrize("array", [np.array([None]), np.zeros(2, [("a", "f4")])], ids=["objects", "records"])

@@ -19,12 +19,6 @@ def rank(monkeypatch):
     return monkeypatch
 
 
-def taken_by_parent(rank):
-    rank.setattr(os, "getpid", lambda: PARENT)
-    launcher_env.take_place()
-    rank.setattr(os, "getpid", lambda: PARENT + 1)
-
-
 def test_a_place_is_free_or_ones_own(rank):
     rank.delenv(launcher_env.PLACE)
     assert launcher_env.place_taken_by() is None
@@ -35,18 +29,14 @@ def test_a_place_is_free_or_ones_own(rank):
 
 
 @pytest.mark.parametrize("job", [{}, {"PMIX_NAMESPACE": "a"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}])
-def test_a_child_finds_the_place_taken(rank, job):
+@pytest.mark.parametrize("another", [{"PMIX_NAMESPACE": "b"}, {"PMI_RANK": "2"}])
+def test_a_child_finds_the_place_taken_unless_it_is_of_another_job(rank, job, another):
     for name, value in job.items():
         rank.setenv(name, value)
-    taken_by_parent(rank)
+    rank.setattr(os, "getpid", lambda: PARENT)
+    launcher_env.take_place()
+    rank.setattr(os, "getpid", lambda: PARENT + 1)
     assert launcher_env.place_taken_by() == PARENT
-
-
-@pytest.mark.parametrize(
-    "another", [{"PMIX_NAMESPACE": "b"}, {"PMI_RANK": "2"}, {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "1"}]
-)
-def test_a_job_that_a_rank_has_started_has_places_of_its_own(rank, another):
-    taken_by_parent(rank)
     for name, value in another.items():
         rank.setenv(name, value)
     assert launcher_env.place_taken_by() is None

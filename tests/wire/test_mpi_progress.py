@@ -12,7 +12,7 @@ import pytest
 from helpers.starving import no_more_threads
 from hypothesis import given, strategies as st
 
-from jdistgrad.wire import mpi_progress, polling
+from jdistgrad.wire import mpi_progress
 from jdistgrad.wire.doorbell import AWAKE, SERVES, WAITS
 from jdistgrad.wire.mpi_progress import Probing, Progress
 from jdistgrad.wire.transport import Receiver
@@ -123,7 +123,7 @@ def test_threads_that_are_not_needed_any_more_end(mailbox, monkeypatch):
         for _ in range(8):
             mailbox.tasks.put(barrier.wait)
         barrier.wait(30)
-        until(lambda: sum(thread.name.startswith("test-") for thread in threading.enumerate()) <= 3)
+        until(lambda: serving_threads() <= 3)
     assert mailbox.future().result(30)
 
 
@@ -324,7 +324,6 @@ def test_an_interrupt_wakes_the_main_thread(mailbox, waiting):
     with pytest.raises(KeyboardInterrupt):
         mailbox.progress.wait_for((never,), 30)
     presser.join()
-    assert not never.done()
 
 
 @pytest.mark.parametrize("how", ["ends", "breaks"])
@@ -417,13 +416,6 @@ def test_a_second_long_task_does_not_delay_the_third(belled):
         until(belled.tasks.empty)
     assert third.result(30)
     done.set()
-
-
-@given(st.floats(0, 1e6))
-def test_a_nap_is_a_small_share_of_the_quiet_time(quiet):
-    nap = polling.nap(quiet)
-    assert polling.SHORTEST <= nap <= polling.LONGEST
-    assert nap <= max(polling.SHORTEST, quiet / polling.SHARE)
 
 
 @given(st.lists(st.floats(1e-6, 1.0), min_size=200, max_size=200))

@@ -69,7 +69,7 @@ def cause() -> int | None:
 
 
 def next_message() -> int:
-    return current_worker().messages.next()
+    return next(current_worker().messages)
 
 
 class Link(NamedTuple):

@@ -81,7 +81,7 @@ class WatchedBlock:
     def end_job(self, cause: str) -> None:
         """End the job: the other participants cannot be reached otherwise."""
         if self._worker is not None:
-            self._worker.process.end_job(f"{self._worker.info}: {cause}")
+            self._worker.end_job(f"{self._worker.info}: {cause}")
         else:
             from jdistgrad.wire.mpi_process import abort_job
 
