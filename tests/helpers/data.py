@@ -1,4 +1,4 @@
-"""Test data: functions that compare trees, draw random trees, and damage bytes."""
+"""Test data: functions that compare trees, and draw random trees."""
 
 import math
 
@@ -50,41 +50,3 @@ def sum_squares(tree):
     """Return a weighted sum of squares, with a different weight for each leaf."""
     floats = [leaf for leaf in jax.tree.leaves(tree) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
     return sum((k + 1.5) * jnp.sum(jnp.abs(leaf) ** 2) for k, leaf in enumerate(floats))
-
-
-def flipped(data, chance):
-    for _ in range(chance.randint(1, 4)):
-        data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
-
-
-def overwritten(data, chance):
-    start = chance.randrange(len(data))
-    length = min(chance.randint(1, 16), len(data) - start)
-    data[start : start + length] = chance.randbytes(length)
-
-
-def blanked(data, chance):
-    start = chance.randrange(len(data))
-    length = min(chance.randint(1, 64), len(data) - start)
-    data[start : start + length] = bytes(length)
-
-
-def moved(data, chance):
-    start, to = sorted(chance.randrange(len(data)) for _ in range(2))
-    data[start:to] = data[to - 1 : to] + data[start : to - 1]
-
-
-def cut(data, chance):
-    del data[chance.randrange(len(data)) :]
-
-
-def extended(data, chance):
-    data += chance.randbytes(chance.randint(1, 64))
-
-
-def damaged(data, chance, begin=0):
-    """Return the bytes, damaged at random from index ``begin`` on."""
-    kept, changed = bytes(data[:begin]), bytearray(data[begin:])
-    while changed == data[begin:]:
-        chance.choice([flipped, overwritten, blanked, moved, cut, extended] if changed else [extended])(changed, chance)
-    return kept + changed

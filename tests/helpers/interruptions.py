@@ -1,4 +1,4 @@
-"""What may interrupt a thread wherever it is: a signal's handler that raises, and garbage that sends."""
+"""What may interrupt a thread wherever it is: a signal's handler that raises."""
 
 import itertools
 import sys
@@ -8,16 +8,6 @@ from jdistgrad.threads import started
 
 class HandlerError(Exception):
     """What the handler raises."""
-
-
-class Sends:
-    """Garbage that sends when it is collected."""
-
-    def __init__(self, send):
-        self.send, self.itself = send, self
-
-    def __del__(self):
-        self.send()
 
 
 def _fail():

@@ -10,7 +10,6 @@ import time
 
 import pytest
 from helpers.starving import no_more_threads
-from hypothesis import given, strategies as st
 
 from jdistgrad.wire import mpi_progress
 from jdistgrad.wire.doorbell import AWAKE, SERVES, WAITS
@@ -110,12 +109,6 @@ def mailbox():
     box.stop()
 
 
-def test_tasks_run_without_anybody_waiting(mailbox):
-    futures = [mailbox.future() for _ in range(200)]
-    assert all(future.result(30) for future in futures)
-    assert mailbox.most_lookers == 1
-
-
 def test_threads_that_are_not_needed_any_more_end(mailbox, monkeypatch):
     monkeypatch.setattr(mpi_progress, "IDLE_SECONDS", 0.02)
     for _ in range(3):
@@ -213,14 +206,6 @@ def test_a_transfer_that_does_not_end_keeps_nobody_from_housekeeping_nor_a_wait_
         box.third_tick.result(30)
         box.progress.wait_for((never,), 0.05)
         assert not never.done()
-    finally:
-        box.stop()
-
-
-def test_where_not_all_rings_threads_nap():
-    box = Mailbox(tick_seconds=3600.0)
-    try:
-        assert box.future().result(30)  # nobody has rung
     finally:
         box.stop()
 
@@ -416,14 +401,6 @@ def test_a_second_long_task_does_not_delay_the_third(belled):
         until(belled.tasks.empty)
     assert third.result(30)
     done.set()
-
-
-@given(st.lists(st.floats(1e-6, 1.0), min_size=200, max_size=200))
-def test_probing_is_within_its_bounds(times):
-    probing = Probing()
-    for took in times:
-        probing.learn(took)
-        assert Probing.SHORTEST <= probing.seconds <= Probing.LONGEST
 
 
 @pytest.mark.parametrize(
