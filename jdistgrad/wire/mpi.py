@@ -110,7 +110,8 @@ class MPITransport(Transport):
             rings=lambda: self._doorbell.all_ring and not self._outgoing,
         )
         self.wait, self.wait_for = progress.wait, progress.wait_for  # type: ignore[method-assign]
-        self.wake, self.look = progress.wake, progress.look  # type: ignore[method-assign]
+        self.look = progress.look  # type: ignore[method-assign]
+        self.wake = functools.partial(self._doorbell.ring_own, WAITS)  # type: ignore[method-assign]
         progress.start()
 
     def serve_only(self, *, only: bool) -> None:

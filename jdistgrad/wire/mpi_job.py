@@ -1,5 +1,6 @@
 """The ranks of an MPI job, as worlds need them: who there is, how they connect, who has died, and how all end."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ class MPIJob:
             raise WorldError(f"init(survive=True): {why}")
         self._comm, self._survive = MPI.COMM_WORLD, survive
         self.rank, self.size = self._comm.rank, self._comm.size
+        self.gather = functools.partial(mpi_process.gather, self._comm)
         self._memory: SharedMemory | None = None
         self._doorbell: Doorbell | None = None
 
@@ -51,9 +53,6 @@ class MPIJob:
             self._doorbell.close()
         if self._memory is not None:
             self._memory.close()
-
-    def gather(self, hello: Any, timeout: float) -> list[Any]:
-        return mpi_process.gather(self._comm, hello, timeout)
 
     def connect(self, world: str, offers: Sequence[Any], timeout: float) -> Transport:
         memory, doorbell = self._memory, self._doorbell
@@ -71,5 +70,4 @@ class MPIJob:
         MPI.COMM_SELF.Iprobe()  # lets MPI learn of deaths
         return set(mpi_failures.failed(self._comm))
 
-    def end(self, cause: str) -> None:
-        mpi_process.abort_job(cause)
+    end = staticmethod(mpi_process.abort_job)

@@ -153,10 +153,6 @@ class Progress:
                 if task is not None:
                     self._receiver.run(task)
 
-    def wake(self) -> None:
-        """Wake the thread that waits and looks: its answer may have come in another way than by a message."""
-        self._bell.ring_own(WAITS)
-
     def _sleep(self, target: Awaited, deadline: float) -> bool:
         """Sleep while another thread looks, until an answer has come or this thread is woken to look, or shorter.
 

@@ -186,7 +186,7 @@ def test_who_completes_an_answer_itself_wakes_the_thread_that_waits(belled):
     waiter.start()
     until(lambda: belled.bell.shown == WAITS)
     answer.set_result(1)
-    belled.progress.wake()
+    belled.bell.ring_own(WAITS)
     waiter.join(30)
     assert not waiter.is_alive()
 
