@@ -69,6 +69,7 @@ def from_cache(stream: bytes) -> Cached[Any]:
 OWN: set[type] = {ArrayBlock, Cached}  # classes that define ``__reduce__`` for messages
 
 asked_for: set[tuple[Path, int]] = set()  # functions of the program that a worker did not have, with their likeness
+_likenesses: "weakref.WeakKeyDictionary[Any, tuple[Any, int]]" = weakref.WeakKeyDictionary()  # as of some code
 _sent: "weakref.WeakKeyDictionary[Any, tuple[Any, bytes | None]]" = weakref.WeakKeyDictionary()
 
 
@@ -216,6 +217,18 @@ def code_of_own(module: str, qualname: str, like: int) -> bytes:
 
 def likeness(value: Any) -> int:
     """Return a checksum of the code of a function, of the functions it wraps, and of its custom rules."""
+    inner = getattr(value, "__wrapped__", value)  # of a jitted function, the function
+    if not isinstance(inner, types.FunctionType) or inner.__dict__:
+        return _likeness_of_all(value)
+    state = inner.__code__, inner.__defaults__, inner.__kwdefaults__
+    before, found = _likenesses.get(value, (None, 0))
+    if before is None or any(one is not other for one, other in zip(before, state, strict=True)):
+        found = _likeness_of_all(value)
+        _likenesses[value] = state, found
+    return found
+
+
+def _likeness_of_all(value: Any) -> int:
     if isinstance(value, types.FunctionType) and not value.__dict__:
         return _likeness_of(value.__code__, repr((value.__defaults__, value.__kwdefaults__)))
     parts, left = list[Any](), [value]

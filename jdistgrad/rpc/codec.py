@@ -52,7 +52,7 @@ class PickleCodec:
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel:
         copies = pinned.of_all(trees.leaves(value)) if pinned.accelerated() else pinned.NONE
-        found: prepared.Arrays = {}
+        found = prepared.Found()
         key = prepared.key_of(value, found, copies)
         stream = None if key is None else self._streams.get(key)
         if stream is None:

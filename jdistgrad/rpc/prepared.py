@@ -7,17 +7,20 @@ import sys
 import types
 from typing import Any
 
+import jax
 import numpy as np
 
 from jdistgrad._compat import ARRAY
 from jdistgrad.rpc import by_value
 from jdistgrad.rpc.by_value import Cached
-from jdistgrad.rpc.functions import JITTED, registered_name
+from jdistgrad.rpc.functions import JITTED, qualified_name, registered_name
 from jdistgrad.wire import pinned
 from jdistgrad.wire.arrays import EXTENSIONS_FROM, ArrayBlock
 
 NUMBERS = "biufc"  # kinds of NumPy's dtypes whose memory Python can see
-BY_NAME = types.FunctionType, types.BuiltinFunctionType, JITTED
+BY_NAME = {
+    types.FunctionType, types.BuiltinFunctionType, JITTED, jax.custom_jvp, jax.custom_vjp, jax.numpy.ufunc, np.ufunc,
+}  # fmt: skip
 BY_PARTS: set[type] = (
     set()
 )  # classes whose pickle is a function, the same for all objects, and parts that may have a key
@@ -28,10 +31,15 @@ class _NoKeyError(Exception):
     """A value has no key, or it would take longer to find than to pickle the value."""
 
 
-Arrays = dict[int, np.ndarray]  # by the identity of the array that is to be sent
+class Found(dict[int, Any]):
+    """The arrays in a value, by the identity of what is to be sent, and the keys of its functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: dict[int, Any] = {}
 
 
-def key_of(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
+def key_of(value: Any, arrays: Found, copies: pinned.Copies) -> Any:
     """Return a value's key, or None; add its arrays, in the order in which they are pickled.
 
     Arguments:
@@ -43,7 +51,7 @@ def key_of(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
         return None
 
 
-def _key(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
+def _key(value: Any, arrays: Found, copies: pinned.Copies) -> Any:
     kind = type(value)
     if kind is np.ndarray:
         if not _is_plain(value.dtype) or id(value) in arrays:
@@ -57,13 +65,16 @@ def _key(value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
         arrays[id(value)] = host
         return kind, host.dtype, host.shape
     if kind in BY_NAME:
-        return kind, *_place(value)
+        known = arrays.functions.get(id(value))
+        if known is None:
+            known = arrays.functions[id(value)] = kind, *_place(value)
+        return known
     if value is None or kind is bool or (kind is str and len(value) <= SHORT):
         return kind, value
     return _key_of_container(kind, value, arrays, copies)
 
 
-def _key_of_container(kind: type, value: Any, arrays: Arrays, copies: pinned.Copies) -> Any:
+def _key_of_container(kind: type, value: Any, arrays: Found, copies: pinned.Copies) -> Any:
     """Return the key of what has parts. A list or dict without arrays has none: it may be in several places."""
     before, key = len(arrays), list[Any]([kind])
     if kind is dict:
@@ -96,7 +107,7 @@ def _place(function: Any) -> tuple[str, str, int]:
 
     The key does not hold the function: a notebook defines it again and again.
     """
-    module, name, like = function.__module__, function.__qualname__, 0
+    module, name, like = function.__module__, qualified_name(function) or "", 0
     if getattr(sys.modules.get(module), name, None) is not function or registered_name(function):
         raise _NoKeyError
     if module == "__main__":

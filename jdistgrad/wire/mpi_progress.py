@@ -47,7 +47,7 @@ class Probing:
     Whoever sleeps costs the other side a system call, and itself the time to wake up: 20 to 200 us.
     """
 
-    SHORTEST, LONGEST, TOO_LONG = 50e-6, 300e-6, 2e-3
+    SHORTEST, LONGEST, TOO_LONG = 50e-6, 1e-3, 2e-3
     FASTER, SLOWER = 1 / 4, 1 / 64  # weights of an answer that took less than the usual time, and more
 
     def __init__(self) -> None:

@@ -116,6 +116,10 @@ def test_values_that_differ_only_in_numbers_are_pickled_once():
         for _ in range(2):
             assert equal(sent(codec, (0,), value), ((0,), value))
     assert codec.pickled == 6
+    for function in (jnp.add, jnp.sin, np.add, jax.nn.relu, equal):
+        for number in range(2):
+            assert sent(codec, (0,), (function, number * np.ones(2)))[1][0] is function
+    assert codec.pickled == 11
 
 
 def test_the_order_of_a_dict_and_what_is_the_same_object_stay():
