@@ -5,7 +5,8 @@ Every switch of the GIL between threads costs more than a message does. Therefor
 * A thread that waits for an answer looks for it itself. If several threads wait, one looks and the others sleep until
   their answers have come, or until the looking thread leaves with its own answer and wakes one of them to look.
 * While nobody waits, the *primary* of the serving threads sleeps until its bell rings (``doorbell``), looks, and runs
-  the task that a message brings on its own stack, without a handover. While another thread looks, it sleeps on.
+  the task that a message brings on its own stack, without a handover. While another thread looks, it sleeps on; also
+  for a millisecond after one that waits often: to be woken between its waits would take Python's lock from it.
 * A *standby* looks every ``tick_seconds`` whether there is a primary, and becomes primary if not: a call that runs long
   delays the next call once, by that time at most. If a call runs already, the standby is woken before the next begins.
 * Where the system starts no more threads, the primary hands tasks on and goes on looking.
@@ -35,6 +36,8 @@ Look = Callable[[], tuple[bool, Task | None]]
 TICK_SECONDS = 0.005
 IDLE_TICKS = 4  # how many times as long between ticks where no messages come
 IDLE_AFTER = 0.5  # seconds without a message
+SOON = 1e-3  # who waits again within this time waits often
+IDLE_SOON = 0.02  # seconds without a message, after which the primary need not see so often whether it is to look
 LONGEST_SLEEP = 0.005  # of a thread that waits: what other threads of this process do rings no bell
 INTERRUPT_SECONDS = 0.02  # how often the main thread wakes to see whether Ctrl-C was pressed
 
@@ -100,6 +103,7 @@ class Progress:
         self._threads: list[threading.Thread] = []
         self._answers, self._calls = Probing(), Probing()
         self._last_message = self._last_end = self._next_tick = time.monotonic()
+        self._left = self._expected = 0.0  # when a thread that waited has left, and until when it may look again
         self._stopped = False
         self.idle_process = False  # True: nothing else in this process needs the GIL, so the primary may probe
 
@@ -133,10 +137,11 @@ class Progress:
         called = False
         while not (target.done or self._stopped or interrupts.has_come() or time.monotonic() >= deadline):
             if self._baton.acquire(blocking=False):
+                often = time.monotonic() - self._left < SOON
                 try:
                     self._look_until(target, deadline)
                 finally:
-                    self._give_back()
+                    self._give_back(often=often)
             else:
                 called = self._sleep(target, deadline)
         if called:  # another one must look
@@ -146,10 +151,11 @@ class Progress:
         """Look once, unless another thread does."""
         with put_off_interrupt():
             if not self._stopped and self._baton.acquire(blocking=False):
+                often = time.monotonic() - self._left < SOON
                 try:
                     _, task = self._look_safely()
                 finally:
-                    self._give_back()
+                    self._give_back(often=often)
                 if task is not None:
                     self._receiver.run(task)
 
@@ -178,11 +184,18 @@ class Progress:
         called.set_result(None)
         return True
 
-    def _give_back(self) -> None:
-        """Stop looking, and wake a sleeper to look, or the primary if messages have come since the last look."""
-        self._bell.show(SERVES)
+    def _give_back(self, *, often: bool) -> None:
+        """Stop looking, and wake a sleeper to look, or the primary if messages have come since the last look.
+
+        Arguments:
+          often: the thread has looked just before, and so will look again soon: the primary leaves messages to it.
+        """
+        if not often:
+            self._bell.show(SERVES)
+        self._left = time.monotonic()
+        self._expected = self._left + SOON if often else 0.0
         self._baton.release()
-        if not self._wake() and self._came():
+        if not self._wake() and not often and self._came():
             self._bell.ring_own(SERVES)
 
     def _look_until(self, target: Awaited, deadline: float) -> None:
@@ -249,11 +262,13 @@ class Progress:
 
     def _look_for_task(self) -> Task | None:
         """Look while messages come, then sleep; return the first task. While another thread looks, only sleep."""
-        if not self._baton.acquire(blocking=False):
-            self._bell.sleep(SERVES, max(0.0, self._next_tick - time.monotonic()))
+        now = time.monotonic()
+        if now < self._expected or not self._baton.acquire(blocking=False):
+            longest = SOON if now - self._last_message < IDLE_SOON else math.inf
+            self._bell.sleep(SERVES, max(0.0, min(longest, self._next_tick - now)))
             return None
         self._bell.show(AWAKE)
-        task, quiet_since = None, time.monotonic()
+        task, quiet_since = None, now
         probing = self._calls.seconds if self.idle_process and not self._busy else 0.0
         try:
             while task is None and not (self._asleep or self._stopped):

@@ -7,6 +7,7 @@ one compiled function where possible, else stop by stop.
 import collections
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,6 @@ from jdistgrad.rpc.prepared import BY_PARTS
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import ArrayBlock
 
-NUMBERS = 2  # of a stop, at most
 KEPT = 64  # compiled forms per bundle; compiling does not pay if the functions change every time
 
 
@@ -92,7 +92,7 @@ class Bundle:
     @functools.cached_property
     def counts(self) -> list[int]:
         """Return how many numbers a run has for each stop: those of messages, and of the contributions of a pull."""
-        return [NUMBERS if isinstance(one, LinearCall) else int(bool(one.orders)) for one in self.stops]
+        return [2 if isinstance(one, LinearCall) else int(bool(one.orders)) for one in self.stops]
 
     def at_once(self, functions: list[Any], items: list[Any]) -> list[Any] | None:
         """Run the bundle as one compiled function and return the wanted arrays.
@@ -189,7 +189,7 @@ class BundleRun(ServedFunction):
     def __reduce__(self) -> Any:
         """Return parts that differ from run to run only in the numbers of arrays (see ``rpc.prepared``)."""
         items = ArrayBlock(self._items) if self._bundle.value.is_closed else self._items
-        numbers = np.array([(*one, *(0,) * (NUMBERS - len(one))) for one in self._numbers], np.uint64)
+        numbers = np.array([number for one in self._numbers for number in one], np.uint64)
         return _arrived, (self._bundle, tuple(self._functions), numbers, np.array(self._place, np.int64), items)
 
     @property
@@ -258,8 +258,9 @@ class BundleRun(ServedFunction):
 def _arrived(
     bundle: Cached[Bundle], functions: tuple[Any, ...], numbers: Any, place: Any, items: list[Any]
 ) -> BundleRun:
-    rows = zip(numbers.tolist(), bundle.value.counts, strict=True)
-    return BundleRun(bundle, list(functions), [tuple(row[:count]) for row, count in rows], tuple(place.tolist()), items)
+    left = iter(numbers.tolist())
+    each = [tuple(itertools.islice(left, count)) for count in bundle.value.counts]
+    return BundleRun(bundle, list(functions), each, tuple(place.tolist()), items)
 
 
 OWN.add(BundleRun)
