@@ -34,7 +34,7 @@ from jdistgrad.wire.transport import Awaited, FirstOf, Receiver, Task
 Look = Callable[[], tuple[bool, Task | None]]
 
 TICK_SECONDS = 0.005
-IDLE_TICKS = 4  # how many times as long between ticks where no messages come
+IDLE_TICKS = 10  # how many times as long between ticks where no messages come
 IDLE_AFTER = 0.5  # seconds without a message
 SOON = 1e-3  # who waits again within this time waits often
 IDLE_SOON = 0.02  # seconds without a message, after which the primary need not see so often whether it is to look
@@ -268,7 +268,7 @@ class Progress:
             self._bell.sleep(SERVES, max(0.0, min(longest, self._next_tick - now)))
             return None
         self._bell.show(AWAKE)
-        task, quiet_since = None, now
+        task, quiet_since = None, max(self._last_message, self._last_end)
         probing = self._calls.seconds if self.idle_process and not self._busy else 0.0
         try:
             while task is None and not (self._asleep or self._stopped):
