@@ -57,7 +57,7 @@ class PickleCodec:
         stream = None if key is None else self._streams.get(key)
         if stream is None:
             parcel = self._pickled(value, copies, snapshot=snapshot)
-            same = len(parcel.buffers) == len(found) and not parcel.attached
+            same = len(parcel.buffers) == len(found.arrays) and not parcel.attached
             if key is not None and same and len(parcel.stream) <= LONGEST:
                 if len(self._streams) >= KEPT:
                     self._streams.clear()
@@ -65,7 +65,7 @@ class PickleCodec:
             return parcel
         raw = [
             one.data if one.nbytes < arrays.ALIAS_FROM and one.flags.c_contiguous else arrays.bytes_of(one)
-            for one in found.values()
+            for one in found.arrays.values()
         ]
         return Parcel(stream, [_steady(one) for one in raw] if snapshot else raw)
 

@@ -211,7 +211,9 @@ class Mailbox:
         if message.kind is Kind.PUSH:
             parcel = self.codec.encode_pushed(*body)
         else:
-            parcel = self.codec.encode(_short(body) if message.kind in CALLS else body, snapshot=snapshot)
+            if message.kind in CALLS and not body[2]:  # no keyword arguments
+                body = body[:2]
+            parcel = self.codec.encode(body, snapshot=snapshot)
         if parcel.attached and self.note_gifts is not None:
             try:
                 self.note_gifts(peer, parcel)
@@ -226,7 +228,7 @@ class Mailbox:
         """Encode a body that will be posted to several workers; return it as it is if each needs its own parcel."""
         if self.hands_over:
             return body
-        parcel = self.codec.encode(_short(body), snapshot=True)
+        parcel = self.codec.encode(body if body[2] else body[:2], snapshot=True)
         if parcel.attached and parcel.undo is not None:  # it gives weight of references away, to one worker only
             parcel.undo()
             return body
@@ -299,11 +301,6 @@ def _wait_for_arrays(leaves: Iterable[Any]) -> None:
     for leaf in leaves:
         if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
             leaf.block_until_ready()
-
-
-def _short(call: Any) -> Any:
-    """Return a call without its keyword arguments, if there are none."""
-    return call if call[2] else call[:2]
 
 
 # The functions of ``current``, with the return type that the layers above need.

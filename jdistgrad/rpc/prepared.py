@@ -31,52 +31,54 @@ class _NoKeyError(Exception):
     """A value has no key, or it would take longer to find than to pickle the value."""
 
 
-class Found(dict[int, Any]):
+class Found:
     """The arrays in a value, by the identity of what is to be sent, and the keys of its functions."""
 
+    __slots__ = ("arrays", "functions")
+
     def __init__(self) -> None:
-        super().__init__()
+        self.arrays: dict[int, np.ndarray] = {}
         self.functions: dict[int, Any] = {}
 
 
-def key_of(value: Any, arrays: Found, copies: pinned.Copies) -> Any:
+def key_of(value: Any, found: Found, copies: pinned.Copies) -> Any:
     """Return a value's key, or None; add its arrays, in the order in which they are pickled.
 
     Arguments:
       copies: of arrays on accelerators, in this process's memory.
     """
     try:
-        return _key(value, arrays, copies)
+        return _key(value, found, copies)
     except (_NoKeyError, RecursionError, RuntimeError):  # JAX raises the last, for arrays whose bytes are not here
         return None
 
 
-def _key(value: Any, arrays: Found, copies: pinned.Copies) -> Any:
+def _key(value: Any, found: Found, copies: pinned.Copies) -> Any:
     kind = type(value)
     if kind is np.ndarray:
-        if not _is_plain(value.dtype) or id(value) in arrays:
+        if not _is_plain(value.dtype) or id(value) in found.arrays:
             raise _NoKeyError
-        arrays[id(value)] = value
+        found.arrays[id(value)] = value
         return value.dtype, value.shape, value.flags.writeable
     if kind is ARRAY:
         host = np.asarray(value if copies is pinned.NONE else copies.of(value))
-        if not _is_plain(host.dtype) or id(value) in arrays or (not host.shape and value.weak_type):
+        if not _is_plain(host.dtype) or id(value) in found.arrays or (not host.shape and value.weak_type):
             raise _NoKeyError
-        arrays[id(value)] = host
+        found.arrays[id(value)] = host
         return kind, host.dtype, host.shape
     if kind in BY_NAME:
-        known = arrays.functions.get(id(value))
+        known = found.functions.get(id(value))
         if known is None:
-            known = arrays.functions[id(value)] = kind, *_place(value)
+            known = found.functions[id(value)] = kind, *_place(value)
         return known
     if value is None or kind is bool or (kind is str and len(value) <= SHORT):
         return kind, value
-    return _key_of_container(kind, value, arrays, copies)
+    return _key_of_container(kind, value, found, copies)
 
 
-def _key_of_container(kind: type, value: Any, arrays: Found, copies: pinned.Copies) -> Any:
+def _key_of_container(kind: type, value: Any, found: Found, copies: pinned.Copies) -> Any:
     """Return the key of what has parts. A list or dict without arrays has none: it may be in several places."""
-    before, key = len(arrays), list[Any]([kind])
+    before, key = len(found.arrays), list[Any]([kind])
     if kind is dict:
         if not all(type(name) is str for name in value):
             raise _NoKeyError
@@ -91,8 +93,8 @@ def _key_of_container(kind: type, value: Any, arrays: Found, copies: pinned.Copi
     elif kind is not tuple and kind is not list:
         raise _NoKeyError
     for one in value:
-        key += (_key(one, arrays, copies),)
-    if kind in (list, dict) and len(arrays) == before:
+        key += (_key(one, found, copies),)
+    if kind in (list, dict) and len(found.arrays) == before:
         raise _NoKeyError
     return tuple(key)
 

@@ -113,9 +113,9 @@ def as_numpy(below: float = math.inf) -> Iterator[None]:
 
 
 def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
-    host = rebuild_numpy(data, dtype, shape)
+    host = np.ndarray(shape, named_dtype(dtype), data)
     if host.nbytes < getattr(_rebuilding, "plain_below", 0):
-        return host
+        return rebuild_numpy(data, dtype, shape)
     if host.itemsize >= 8:
         check_kept(host.dtype, canonical(host.dtype))
     return array_of(host)
