@@ -8,6 +8,7 @@ import os
 os.environ["NPROC"] = "1"
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
 
+import math
 import pathlib
 import statistics
 import sys
@@ -29,8 +30,7 @@ VOTES = Reducer.votes
 
 
 def search(on):
-    transport = current_worker().transport
-    transport._progress._look = transport._look_for_all if on else transport._look
+    current_worker().transport._next_check = 0.0 if on else math.inf
 
 
 def search_on_both(on):
