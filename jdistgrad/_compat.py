@@ -142,7 +142,14 @@ def forget_failed_effects() -> None:
 
 def lowered(closed: Any) -> Any:
     """Return a closed jaxpr without types that are defined with ``jax.experimental.hijax``, which it may have."""
-    return partial_eval.lower_jaxpr2(closed) if closed.jaxpr.is_high else closed
+    if not closed.jaxpr.is_high:
+        return closed
+    if not hasattr(partial_eval, "lower_jaxpr_reference"):
+        return partial_eval.lower_jaxpr2(closed)
+    from jax._src import flattree  # type: ignore[attr-defined]  # since JAX 0.12, whose lower_jaxpr2 drops equations whose results are not used
+
+    types = flattree.flatten(([aval.lo_ty() for aval in closed.in_avals], {}))
+    return partial_eval.lower_jaxpr_reference(closed, types)[0]
 
 
 def complete_high_types(lower: Callable[[Any], Any], raise_: Callable[[Any, Any], Any]) -> None:

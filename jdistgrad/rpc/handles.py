@@ -104,6 +104,7 @@ class HandleType(HiType):
         return self if spec is None else _refuse()
 
     inc_rank = dec_rank
+    leading_axis_spec = _refuse
 
     def shard(self, *_: Any, **__: Any) -> "HandleType":
         return self

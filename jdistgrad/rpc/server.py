@@ -109,7 +109,7 @@ class Served(Running):
             self._answer(result, failure)
             if events.sink is not None:
                 call_served(self._message.id, self.function, worker, self.since, failed=failure is not None)
-        except errors.WorkerLostError as gone:
+        except (errors.WorkerLostError, SystemExit) as gone:  # this one too, at the end of the program (threads.py)
             log.debug("%s: nobody waits for the answer to %s any more: %s", worker, self, gone)
         except BaseException as unsent:
             log.warning("%s: the answer to %s was lost: %s", worker, self, spelled(unsent))

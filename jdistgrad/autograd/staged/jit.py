@@ -16,7 +16,9 @@ from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.remote_calls import CallRemote
 from jdistgrad.autograd.operations.uses import Use, kept
 from jdistgrad.autograd.staged.bundling import BundleCall
+from jdistgrad.autograd.staged.equations import flatten
 from jdistgrad.autograd.staged.plan import Plan, cut
+from jdistgrad.autograd.staged.rewriting import refuse_inner_uses
 from jdistgrad.autograd.staged.running import Prepared, Run
 from jdistgrad.autograd.values.holes import can_be_traced
 from jdistgrad.autograd.values.primitive import operations_in
@@ -115,8 +117,9 @@ class Step:
             return found
 
         with kept() as self._uses:
-            traced = lowered(jax.make_jaxpr(flat)(*leaves))
-        self.plan = cut(traced, [one for one, _ in self._uses])
+            traced = jax.make_jaxpr(flat)(*leaves)
+            refuse_inner_uses(flatten(traced)[0])  # lowering may drop what a body does not return
+            self.plan = cut(lowered(traced), [one for one, _ in self._uses])
         self._prepared = Prepared(self.plan)
         arguments = jax.tree.leaves(jax.tree.unflatten(structure, leaves), is_leaf=_is_gradient)
         self._takes_gradients = any(map(_is_gradient, arguments))

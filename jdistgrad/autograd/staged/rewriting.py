@@ -98,18 +98,19 @@ def marks_in_parts(equations: Sequence[Equation]) -> list[Equation]:
     return found
 
 
-def require_all(uses: Iterable[Use], equations: Iterable[Equation]) -> None:
-    """Raise DifferentiationError for a use of gradients that is not at the top level of the program.
+def refuse_inner_uses(equations: Iterable[Equation]) -> None:
+    """Raise DifferentiationError for a use of gradients in the body of a loop or a branch.
 
-    It stands in the body of a loop or a branch, or it was traced (one of ``uses``) and a transformation has dropped it.
+    JAX may have traced the body for an earlier program.
     """
-    found = set()
-    for equation in equations:
-        found.add(id(equation.operation))
-        if equation.operation is None:
-            for inner in operations_in([equation.eqn]):  # JAX may have traced the loop for an earlier program
-                if isinstance(inner, Use):
-                    raise inner.misplaced()
+    for inner in operations_in([equation.eqn for equation in equations if equation.operation is None]):
+        if isinstance(inner, Use):
+            raise inner.misplaced()
+
+
+def require_all(uses: Iterable[Use], equations: Iterable[Equation]) -> None:
+    """Raise DifferentiationError for a use of gradients that was traced, and that a transformation has dropped."""
+    found = {id(equation.operation) for equation in equations}
     for one in uses:
         if id(one) not in found:
             raise one.misplaced()
