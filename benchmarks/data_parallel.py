@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from measure import JOBS, compare, ended, median, milliseconds, options, ratio, row, run_job, section, take_turns
 
-from jdistgrad.data_parallel.buckets.planning import limits_of, plan_buckets
+from jdistgrad.data_parallel.buckets import limits_of, plan_buckets
 
 MODELS = {
     "deep": ("MLP 64 x 256x256, batch 64", "<= 1.0 x"),

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from jdistgrad import pipeline as pipeline
+from jdistgrad import collectives as collectives, pipeline as pipeline
 from jdistgrad.autograd import traced_calls as _traced_calls
 from jdistgrad.autograd.contexts import Context as Context, context as context, get_gradients as get_gradients
 from jdistgrad.autograd.gradients import (
@@ -13,9 +13,9 @@ from jdistgrad.autograd.gradients import (
 )
 from jdistgrad.autograd.graph import Graph as Graph
 from jdistgrad.autograd.staged.jit import jit as jit
-from jdistgrad.data_parallel import collectives as collectives, hooks as hooks
-from jdistgrad.data_parallel.buckets.planning import plan_buckets as plan_buckets
-from jdistgrad.data_parallel.collectives.default import barrier as barrier
+from jdistgrad.collectives.default import barrier as barrier
+from jdistgrad.data_parallel import hooks as hooks
+from jdistgrad.data_parallel.buckets import plan_buckets as plan_buckets
 from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
 from jdistgrad.engines import MpiEngines as MpiEngines
 from jdistgrad.errors import *  # noqa: F403

@@ -21,7 +21,7 @@ from jobs.surviving_jdistgrad import MODELS, echo
 from measure import few, median, report
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.reducing.reducer import Reducer
+from jdistgrad.data_parallel.reducer import Reducer
 from jdistgrad.rpc.worker import current_worker
 
 CALLS = 100, few(300)  # in a block, and blocks

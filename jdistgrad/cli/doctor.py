@@ -66,7 +66,7 @@ def mpi4jax() -> Facts:
 
 def collect() -> Facts:
     """Return all facts about this process. Every rank must call it."""
-    from jdistgrad.data_parallel.collectives import mpi_on_device
+    from jdistgrad.collectives import mpi_on_device
 
     found, installed = devices(), {one.name: one.version for one in importlib.metadata.distributions()}
     with warnings.catch_warnings():

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.dtypes import canonicalize_dtype
 
-from jdistgrad.data_parallel.collectives import Collectives
-from jdistgrad.data_parallel.collectives.base import require_collectives
+from jdistgrad.collectives import Collectives
+from jdistgrad.collectives.base import require_collectives
 
 
 def batch_statistics(

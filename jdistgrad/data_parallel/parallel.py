@@ -14,24 +14,24 @@ from jdistgrad.autograd.contexts import Context, find_context
 from jdistgrad.autograd.tape.contributions import value_gradient
 from jdistgrad.autograd.tape.ledger import REFERENCE, Target
 from jdistgrad.autograd.values.holes import is_float_array
+from jdistgrad.collectives import Collectives
+from jdistgrad.collectives.base import require_collectives
+from jdistgrad.collectives.default import of_this_world
+from jdistgrad.collectives.host import HostCollectives
+from jdistgrad.collectives.host_arrays import any_traced, on_numbers, refuse_keys
+from jdistgrad.collectives.leaves import is_elsewhere, refuse_elsewhere, refuse_sparse
+from jdistgrad.collectives.roll_call import Joining
+from jdistgrad.collectives.static_parts import enclosed, has_functions, on_opened, opened, removed
 from jdistgrad.corrections import Corrected
-from jdistgrad.data_parallel.buckets.host_arrays import any_traced, on_numbers, refuse_keys
-from jdistgrad.data_parallel.buckets.leaves import is_elsewhere, refuse_elsewhere, refuse_sparse
-from jdistgrad.data_parallel.buckets.planning import Cap
-from jdistgrad.data_parallel.buckets.static_parts import enclosed, has_functions, on_opened, opened, removed
-from jdistgrad.data_parallel.collectives import Collectives
-from jdistgrad.data_parallel.collectives.base import require_collectives
-from jdistgrad.data_parallel.collectives.default import of_this_world
-from jdistgrad.data_parallel.collectives.host import HostCollectives
-from jdistgrad.data_parallel.collectives.roll_call import Joining
-from jdistgrad.data_parallel.hooks.base import Hook
-from jdistgrad.data_parallel.reducing.settings import Rules
-from jdistgrad.data_parallel.reducing.statistics import Statistics
-from jdistgrad.data_parallel.steps.compiled import CompiledAverage, localized
-from jdistgrad.data_parallel.steps.driver import Driver, Join
-from jdistgrad.data_parallel.steps.on_devices import new_driver
-from jdistgrad.data_parallel.steps.program import Programs
-from jdistgrad.data_parallel.steps.reduction import Reduction
+from jdistgrad.data_parallel.buckets import Cap
+from jdistgrad.data_parallel.compiled import CompiledAverage, localized
+from jdistgrad.data_parallel.driver import Driver, Join
+from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.on_devices import new_driver
+from jdistgrad.data_parallel.program import Programs
+from jdistgrad.data_parallel.reduction import Reduction
+from jdistgrad.data_parallel.rules import Rules
+from jdistgrad.data_parallel.statistics import Statistics
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within

@@ -10,17 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistgrad.data_parallel.buckets.host_arrays import any_traced
-from jdistgrad.data_parallel.buckets.planning import Cap
-from jdistgrad.data_parallel.collectives import Collectives
-from jdistgrad.data_parallel.collectives.base import require_collectives
-from jdistgrad.data_parallel.collectives.default import shared
-from jdistgrad.data_parallel.collectives.host import HostCollectives
+from jdistgrad.collectives import Collectives
+from jdistgrad.collectives.base import require_collectives
+from jdistgrad.collectives.default import shared
+from jdistgrad.collectives.host import HostCollectives
+from jdistgrad.collectives.host_arrays import any_traced
+from jdistgrad.data_parallel.buckets import Cap
+from jdistgrad.data_parallel.compiled import CompiledAverage
+from jdistgrad.data_parallel.driver import Driver
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.reducing.settings import Rules
-from jdistgrad.data_parallel.steps.compiled import CompiledAverage
-from jdistgrad.data_parallel.steps.driver import Driver
-from jdistgrad.data_parallel.steps.on_devices import shared_driver
+from jdistgrad.data_parallel.on_devices import shared_driver
+from jdistgrad.data_parallel.rules import Rules
 
 
 class AverageGradientsState(NamedTuple):

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistgrad.data_parallel.buckets.bucket import divided
-from jdistgrad.data_parallel.buckets.planning import limits_of, plan_buckets
-from jdistgrad.data_parallel.collectives import Collectives
-from jdistgrad.data_parallel.collectives.base import require_collectives
-from jdistgrad.data_parallel.collectives.default import shared
+from jdistgrad.collectives import Collectives
+from jdistgrad.collectives.arithmetic import divided
+from jdistgrad.collectives.base import require_collectives
+from jdistgrad.collectives.default import shared
+from jdistgrad.data_parallel.buckets import limits_of, plan_buckets
 from jdistgrad.optim.averaging import with_extra_arguments
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.data_parallel.reducing.averaging import host_device
+from jdistgrad.data_parallel.averages import host_device
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.wire.arrays import as_jax_array, identity

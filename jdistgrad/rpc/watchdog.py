@@ -13,21 +13,25 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jdistgrad import errors
 from jdistgrad.config import settings
+from jdistgrad.ffi.sites import is_cancelled
 from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.threads import frames
+from jdistgrad.wire.interrupts import put_off_interrupt
+from jdistgrad.wire.transport import Awaited
 
 ASK_SECONDS = 2.0  # how long a worker takes part before the others are asked where they are, and how often
 ANSWER_SECONDS = 1.0
+LOOK_SECONDS = 0.05  # how often a worker that waits looks whether its watchdog has found an error
 FEWER_STEPS = (
     "Every rank must take part in the same steps and collectives before its shutdown(); ranks with fewer batches need "
     "DataParallel.join()"
@@ -93,10 +97,6 @@ class Participation:
     asked: float = 0.0
     error: errors.DistgradError | None = None
     absent: dict[int, tuple[Absence, float]] = dataclasses.field(default_factory=dict)
-
-    def check(self) -> None:
-        if self.error is not None:
-            raise self.error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,6 +272,84 @@ def location(asker: int, entry: CollectiveEntry) -> Location:
 def deadlocked(peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
     """End this worker's collectives that a peer, which waits elsewhere, will never join. Served by every worker."""
     current_part(Watchdog).end_deadlocked(peer, entry, mine, place)
+
+
+class InterruptedCollectiveError(errors.CollectiveError):
+    """A compiled program was interrupted in a collective."""
+
+
+class WatchedBlock:
+    """A block in which a worker takes part in a collective with others, and its watchdog knows.
+
+    Arguments:
+      ranks: the world ranks of all participants.
+      blocking: whether the block is inside MPI, where only ``interrupt``, or else the end of the job, ends a wait.
+      interrupt: ends the collective on all ranks, if they can go on without those that are lost.
+      goes_on: whether the others do not wait for a lost worker.
+      explain: takes an error that ends the block; it may raise a better one.
+    """
+
+    def __init__(
+        self,
+        worker: Mailbox,
+        entry: CollectiveEntry,
+        ranks: Sequence[int],
+        *,
+        blocking: bool = False,
+        interrupt: Callable[[], None] | None = None,
+        goes_on: bool = False,
+        explain: Callable[[Exception], None] = lambda error: None,
+    ):
+        self.worker, self._watchdog, self._entry, self._ranks = worker, worker.part(Watchdog), entry, ranks
+        self._modes: dict[str, Any] = {"blocking": blocking, "interrupt": interrupt, "goes_on": goes_on}
+        self._explain, self.has_others = explain, len(ranks) > 1
+        self._participation: Participation | None = None
+
+    def __enter__(self) -> "WatchedBlock":
+        if self.has_others:
+            self._participation = self._watchdog.begin(self._entry, self._ranks, **self._modes)
+        return self
+
+    def __exit__(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
+        if self._participation is not None:
+            self._watchdog.end(self._participation)
+        if isinstance(error, Exception):
+            self._explain(error)
+
+    def check(self) -> None:
+        """Raise if somebody that this worker waits for will not come, or its own program has been ended."""
+        if is_cancelled():
+            raise InterruptedCollectiveError(f"{self._entry.what}: Ctrl-C has ended the program that waited in it.")
+        if self.worker.failure is not None:
+            raise self.worker.failure.with_traceback(None)
+        if self._participation is not None and self._participation.error is not None:
+            raise self._participation.error
+
+    def wait(self, target: Awaited, timeout: float) -> bool:
+        """Wait until messages have completed the target; return False after ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        while not target.done:
+            self.check()
+            now = time.monotonic()
+            if now >= end:
+                return False
+            with put_off_interrupt():
+                self.worker.transport.wait(target, min(end, now + LOOK_SECONDS))
+        return True
+
+    def places(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return where some of the participants are in their programs, as far as they still answer."""
+        return {rank: found.place for rank, found in self._watchdog.ask(ranks, self._entry).items()}
+
+    def unfinished(self) -> str:
+        """Say which participants are still in the collective, and where in their programs."""
+        others = [rank for rank in self._ranks if rank != self.worker.rank]
+        found, names = self._watchdog.ask(others, self._entry), self.worker.directory.workers
+        inside = [f"{names[rank]} at {found[rank].place}" for rank in others if rank in found and found[rank].there]
+        left = [f"{names[rank]} at {found[rank].place}" for rank in others if rank in found and not found[rank].there]
+        silent = [str(names[rank]) for rank in others if rank not in found]
+        groups = ("Still in it too", inside), ("Not in it", left), ("Without an answer", silent)
+        return " ".join(f"{what}: {', '.join(those)}." for what, those in groups if those)
 
 
 # The lines of the user's program that threads are in: neither this package nor installed code.

@@ -13,6 +13,7 @@ from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.losses import Losses
 from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.meetings import Meetings
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.pending import Pending
 from jdistgrad.rpc.references import References, Releasing
@@ -47,6 +48,7 @@ class Worker(Mailbox):
         self.losses = self.add(Losses(self, self.peers, self.references, self.releasing, self.scopes))
         self.closing = self.add(Closing(self, self.calls, self.peers, self.losses, self.releasing))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
+        self.meetings = self.add(Meetings())
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = sys.exception()  # ``init`` may be called in an ``except`` block
 
@@ -113,7 +115,9 @@ class Worker(Mailbox):
 
     def _take_note(self, message: Message) -> Task | None:
         kind, source = message.kind, message.source
-        if kind is Kind.PUSH:
+        if kind is Kind.MEET:
+            self.meetings.arrived(message)
+        elif kind is Kind.PUSH:
             try:
                 self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
             except errors.ContextError as closed:

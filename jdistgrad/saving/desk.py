@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jdistgrad.data_parallel.collectives import world
+from jdistgrad.collectives.world import TOLD_SECONDS
 from jdistgrad.errors import (
     CheckpointError,
     DisagreementError,
@@ -24,6 +24,7 @@ from jdistgrad.errors import (
 )
 from jdistgrad.rpc import api
 from jdistgrad.rpc.functions import shown_as
+from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.polling import poll
 
@@ -166,8 +167,8 @@ def meet(what: str, attempt: str, said: Any, workers: Sequence[int] | None, seco
     while True:
         at, others = _living()[0], _living() if workers is None else workers
         try:
-            entry = world.CollectiveEntry(what, what, 0, by_calls=True)
-            with world.WatchedBlock(me, entry, others, blocking=False):
+            entry = CollectiveEntry(what, what, 0, by_calls=True)
+            with WatchedBlock(me, entry, others):
                 call = what, me.rank, attempt, workers, said, seconds
                 found: Said = me.rpc_async(at, _arrived, call, {}, seconds + SLACK).result()
                 return found
@@ -175,7 +176,7 @@ def meet(what: str, attempt: str, said: Any, workers: Sequence[int] | None, seco
             is_of_the_desk = me.survives and error.worker == me.directory.workers[at]
             if is_of_the_desk:
                 is_lost = functools.partial(me.peers.lost.__contains__, at)
-                poll(is_lost, world.TOLD_SECONDS)  # another thread is about to find out
+                poll(is_lost, TOLD_SECONDS)  # another thread is about to find out
             if not (is_of_the_desk and at in me.peers.lost):
                 raise
 

@@ -14,7 +14,7 @@ import numpy as np
 import optax
 
 from jdistgrad.autograd.gradients import RemoteGradient
-from jdistgrad.data_parallel.collectives import Collectives
+from jdistgrad.collectives import Collectives
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.optim.sharding import on_parameters

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import logging
+import math
 import threading
 import time
 from collections.abc import Sequence
@@ -133,11 +134,11 @@ class LocalTransport(Transport):
         if len(futures) > 1:
             wait_for_first(futures, timeout)
 
-    def wait(self, target: Awaited) -> None:
+    def wait(self, target: Awaited, deadline: float = math.inf) -> None:
         """Senders' threads complete what is waited for."""
         if not target.done:
-            futures = target.futures()
-            wait_in_slices(lambda seconds: concurrent.futures.wait(futures, seconds).done or has_come())
+            futures, seconds = target.futures(), deadline - time.monotonic()
+            wait_in_slices(lambda longest: concurrent.futures.wait(futures, longest).done or has_come(), seconds)
 
     def close(self, *, graceful: bool) -> None:
         self.world.receivers[self.rank] = None

@@ -27,13 +27,15 @@ class Kind(enum.IntEnum):
     PARTAKE = 16
     BREAK = 17
     LOST = 18
+    MEET = 19
 
 
 CALLS = frozenset({Kind.CALL, Kind.REMOTE})
 ANSWERS = frozenset({Kind.RESULT, Kind.FAILURE})
 ABOUT_LOSSES = frozenset({Kind.LOST, Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK})
 WORK = CALLS | ANSWERS | ABOUT_LOSSES | {Kind.PUSH, Kind.DROP, Kind.RELEASE}
-ENCODED = CALLS | ANSWERS | {Kind.PUSH}  # their bodies hold users' values; those of others numbers, strings ...
+# Their bodies hold users' values; those of others numbers, strings ...
+ENCODED = CALLS | ANSWERS | {Kind.PUSH, Kind.MEET}
 
 
 @dataclasses.dataclass(slots=True)
@@ -57,7 +59,7 @@ class Parcel:
 class Message:
     """A message. ``body`` is the value itself, or the ``Parcel`` that encodes it.
 
-    ``scope``: of a call, the id of the scope it was made in.
+    ``scope``: of a call, the id of the scope it was made in; of a word or letter, the name of the group.
     """
 
     kind: Kind

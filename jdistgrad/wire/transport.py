@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -87,8 +88,11 @@ class Transport:
         For a single future, this may return at once and leave the waiting to the future.
         """
 
-    def wait(self, target: Awaited) -> None:
-        """Return when the target is done, or a Ctrl-C has come that the calling thread puts off."""
+    def wait(self, target: Awaited, deadline: float = math.inf) -> None:
+        """Return when the target is done, at the deadline, or when a Ctrl-C has come that the calling thread puts off.
+
+        It may return earlier.
+        """
 
     def wake(self) -> None:
         """Let a thread that waits look whether it has its answer, which has not come by a message to it."""

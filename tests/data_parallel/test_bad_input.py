@@ -12,8 +12,8 @@ from helpers.models import batch, loss, parameters
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
+from jdistgrad.collectives import Mesh
 from jdistgrad.data_parallel import hooks
-from jdistgrad.data_parallel.collectives import Mesh
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import (
     CollectiveError,

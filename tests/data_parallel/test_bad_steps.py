@@ -9,7 +9,7 @@ from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.collectives import Mesh, of_this_world
+from jdistgrad.collectives import Mesh, of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 

@@ -14,8 +14,8 @@ from helpers.data import assert_close
 from helpers.models import net_evaluated, net_inputs, net_loss, net_serially, serially
 from helpers.worlds import on_every_worker
 
+from jdistgrad.collectives.default import of_this_world
 from jdistgrad.data_parallel.batch_norm import NnxSyncBatchNorm, SyncBatchNorm, batch_statistics
-from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 
 

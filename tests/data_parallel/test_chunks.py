@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from helpers.worlds import on_every_worker
 
-from jdistgrad.data_parallel.buckets import bucket
-from jdistgrad.data_parallel.collectives import mpi
-from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.collectives import mpi
+from jdistgrad.collectives.default import of_this_world
+from jdistgrad.data_parallel import buckets as bucket
 from jdistgrad.data_parallel.parallel import DataParallel
 
 SIZES = [1, 63, 64, 65, 0, 129, 7, 64]  # chunks of 64 elements

@@ -10,8 +10,8 @@ from helpers.data import assert_close
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.collectives import mpi, mpi_in_programs
-from jdistgrad.data_parallel.collectives.default import of_this_world, shared
+from jdistgrad.collectives import mpi, mpi_in_programs
+from jdistgrad.collectives.default import of_this_world, shared
 from jdistgrad.errors import CollectiveError, DisagreementError
 
 pytestmark = pytest.mark.world(1, 3)

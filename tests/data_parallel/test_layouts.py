@@ -7,8 +7,8 @@ import pytest
 from helpers.worlds import on_every_worker
 from jax.experimental.layout import Format, Layout
 
+from jdistgrad.collectives.default import of_this_world
 from jdistgrad.data_parallel import hooks
-from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 
 HERE = 1  # the rank with such arrays

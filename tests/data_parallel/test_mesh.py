@@ -11,9 +11,9 @@ from helpers.data import assert_close
 from helpers.models import batch, loss, net_inputs, net_loss, net_serially, parameters, serial
 from jax.sharding import PartitionSpec as P
 
+from jdistgrad.collectives import Mesh
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.batch_norm import SyncBatchNorm
-from jdistgrad.data_parallel.collectives import Mesh
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CollectiveError, HookError
 from jdistgrad.optim.averaging import average_gradients

@@ -9,7 +9,7 @@ import pytest
 from helpers.data import assert_close
 from helpers.worlds import on_every_worker
 
-from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.collectives.default import of_this_world
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 

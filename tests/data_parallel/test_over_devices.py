@@ -12,9 +12,9 @@ from helpers.models import batch, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.collectives import Devices, Mesh, of_this_world
+from jdistgrad.collectives import Devices, Mesh, of_this_world
+from jdistgrad.data_parallel.on_devices import DeviceDriver
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.steps.on_devices import DeviceDriver
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 pytestmark = pytest.mark.over_devices

@@ -9,9 +9,9 @@ from helpers.models import batch, loss, parameters, serial
 from helpers.worlds import last, on_every_worker, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.buckets.leaves import describe
+from jdistgrad.collectives.leaves import describe
+from jdistgrad.data_parallel import averages
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.reducing import averaging
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.wire import pinned
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.host_memory
 @pytest.fixture
 def accelerators(monkeypatch):
     """Treat CPU devices as accelerators. Their pinned memory is other memory than that of their arrays."""
-    caches = (pinned.in_pinned_memory, averaging.host_device)
+    caches = (pinned.in_pinned_memory, averages.host_device)
     monkeypatch.setattr(pinned, "is_far", lambda device: True)
     monkeypatch.setattr(pinned, "_accelerated", None)
     for cached in caches:
@@ -35,13 +35,13 @@ def accelerators(monkeypatch):
 @pytest.fixture
 def reduced_in(monkeypatch):
     """The kinds of memory in which this process has reduced gradients."""
-    found, average = set(), averaging.average_in_chunks
+    found, average = set(), averages.average_in_chunks
 
     def noting(bucket, gradients, *args, **settings):
         found.update(kinds(gradients))
         return average(bucket, gradients, *args, **settings)
 
-    monkeypatch.setattr(averaging, "average_in_chunks", noting)
+    monkeypatch.setattr(averages, "average_in_chunks", noting)
     return found
 
 

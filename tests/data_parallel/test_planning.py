@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jdistgrad.data_parallel.buckets.bucket import lay_out
-from jdistgrad.data_parallel.buckets.leaves import Leaf, describe
-from jdistgrad.data_parallel.buckets.planning import MIB, limits_of, plan_buckets
-from jdistgrad.data_parallel.reducing.agreement import Terms
-from jdistgrad.data_parallel.reducing.settings import Rules
-from jdistgrad.data_parallel.steps import program as trace
+from jdistgrad.collectives.leaves import Leaf, describe
+from jdistgrad.data_parallel import program as trace
+from jdistgrad.data_parallel.agreement import Terms
+from jdistgrad.data_parallel.buckets import MIB, lay_out, limits_of, plan_buckets
+from jdistgrad.data_parallel.rules import Rules
 
 
 def leaf(size, dtype="float32"):

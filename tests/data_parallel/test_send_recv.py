@@ -9,8 +9,8 @@ from helpers.models import serially
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.collectives import Mesh
-from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.collectives import Mesh
+from jdistgrad.collectives.default import of_this_world
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError
 
 ROWS = 5

@@ -12,8 +12,8 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.collectives import Mesh, primitive
-from jdistgrad.data_parallel.collectives.default import of_this_world
+from jdistgrad.collectives import Mesh, primitive
+from jdistgrad.collectives.default import of_this_world
 from jdistgrad.errors import DisagreementError
 
 EDGE = 0.7

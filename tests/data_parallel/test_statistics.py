@@ -14,8 +14,8 @@ from helpers.worlds import on_all, on_every_worker
 
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.reducing.settings import Handling, Rules
-from jdistgrad.data_parallel.reducing.statistics import Span, Statistics, after_step
+from jdistgrad.data_parallel.rules import Handling, Rules
+from jdistgrad.data_parallel.statistics import Span, Statistics, after_step
 
 PATIENCE = 20  # seconds until a test fails; nothing waits that long otherwise
 

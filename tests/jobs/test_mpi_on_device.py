@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdistgrad.data_parallel.collectives import mpi_on_device
+from jdistgrad.collectives import mpi_on_device
 
 STEPS = """
     import jax, jax.numpy as jnp
@@ -20,7 +20,7 @@ STEPS = """
 
 # As in programs for GPUs, which call no Python of ours but JAX's callbacks.
 AS_ON_GPUS = """
-    from jdistgrad.data_parallel.collectives import host, mpi
+    from jdistgrad.collectives import host, mpi
     host.on_cpus = mpi.on_cpus = lambda: False
 """
 
@@ -33,7 +33,7 @@ REFUSALS = """
         print("no error")
     except jd.NonFiniteError as error:
         print(f"rank {rank} says {error}")
-    from jdistgrad.data_parallel.collectives import mpi_on_device
+    from jdistgrad.collectives import mpi_on_device
     if rank == 1:
         mpi_on_device.has_mpi4jax = lambda: False
         mpi_on_device.refusal.cache_clear()
@@ -97,7 +97,7 @@ def test_ranks_on_cpus_and_gpus_are_told_that_their_programs_reduce_in_other_way
         """
     import os
     if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-        from jdistgrad.data_parallel.collectives import host, mpi
+        from jdistgrad.collectives import host, mpi
         host.on_cpus = mpi.on_cpus = lambda: False
     import jax, jax.numpy as jnp
     import jdistgrad as jd

@@ -9,8 +9,8 @@ from helpers.data import assert_close
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.collectives.default import of_this_world
-from jdistgrad.data_parallel.collectives.local import Local
+from jdistgrad.collectives.default import of_this_world
+from jdistgrad.collectives.local import Local
 from jdistgrad.optim.averaging import average_gradients, local_sgd
 
 STEPS = 7

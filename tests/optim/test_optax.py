@@ -11,8 +11,8 @@ from helpers.data import assert_close
 from helpers.models import SMALL, batch, gradient, loss, mean_of, parameters, serially
 from helpers.worlds import on_every_worker
 
+from jdistgrad.collectives.default import of_this_world
 from jdistgrad.data_parallel import hooks
-from jdistgrad.data_parallel.collectives.default import of_this_world
 from jdistgrad.errors import DisagreementError
 from jdistgrad.optim.averaging import average_gradients, keep_unused, local_sgd
 from jdistgrad.optim.sharding import shard_state

@@ -15,8 +15,8 @@ from helpers.models import batch, gradient, loss, parameters
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.collectives.default import of_this_world
-from jdistgrad.data_parallel.collectives.local import Local
+from jdistgrad.collectives.default import of_this_world
+from jdistgrad.collectives.local import Local
 from jdistgrad.optim.sharding import require_elementwise
 
 

@@ -1,0 +1,326 @@
+"""The interface of the collectives, and what their derivatives are, the same for all implementations.
+
+A collective is differentiated as part of the *sum of all ranks' results*: every rank's use of its result counts. So the
+transpose of an allreduce is an allreduce of the cotangents; of a broadcast, their sum on the root; of an allgather, on
+each rank the sum of all ranks' cotangents of that rank's row. With ``J`` the operation on the inputs of all ranks
+together, ``<y, J x> = <J' y, x>`` summed over ranks. A loss that every rank computes alike is counted ``size`` times:
+differentiate ``loss / size``. Forward mode pushes the tangents of all ranks at once; a maximum or minimum has reverse
+mode only.
+"""
+
+import abc
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad.collectives import send_recv
+from jdistgrad.collectives.arithmetic import divided
+from jdistgrad.collectives.host_arrays import to_jax
+from jdistgrad.collectives.leaves import is_elsewhere, refuse_sparse
+from jdistgrad.collectives.primitive import permuted, shifted
+from jdistgrad.errors import CollectiveError
+
+Op = Literal["sum", "max", "min"]
+AnyOp = Literal["sum", "max", "min", "mean", "prod"]
+
+
+class Collectives(abc.ABC):
+    """Operations that every rank of a group must call, in the same order, with the same shapes and dtypes.
+
+    The operations take concrete arrays as well as traced ones (in ``jit``, ``grad``, ``vmap``), and trees of arrays.
+    Where rows are exchanged, they are those along the first axis of each array.
+    """
+
+    rank: Any
+    size: int
+    world_ranks: tuple[int, ...] | None = None  # of the group's workers, in its order; None on a mesh
+    has_room: bool = True  # whether overlap pays here
+
+    def allreduce(self, tree: Any, op: AnyOp = "sum") -> Any:
+        """Return the sum, mean, product, maximum or minimum over all ranks: the same result on all of them.
+
+        The transpose of a sum is the sum of all ranks' cotangents; of a maximum, that sum on the ranks that hold the
+        maximum, in equal shares. A product gathers the arrays of all ranks.
+        """
+        refuse_sparse(tree, "allreduce")
+
+        def reduced(leaf: Any) -> jax.Array:
+            x = _checked(leaf, op)
+            if op == "prod":
+                return jnp.prod(self.gather_same(x), axis=0, dtype=x.dtype)
+            if op == "mean":
+                wide = x.dtype  # the sums of whole numbers and of small floats may not fit the numbers' own dtype
+                if jnp.issubdtype(wide, jnp.integer):
+                    wide = jax.dtypes.canonicalize_dtype(float)
+                elif jnp.finfo(wide).maxexp < jnp.finfo(jnp.float32).maxexp:
+                    wide = jnp.dtype(jnp.float32)
+                mean = divided(self.perform("sum", x.astype(wide)), self.size)
+                return mean.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mean
+            return self.perform("sum", x) if op == "sum" else _extreme(self, op, self.localize(x))
+
+        return _each(reduced, tree)
+
+    def broadcast(self, tree: Any, root: int = 0) -> Any:
+        """Return the root's tree. Transpose: the sum of the cotangents on the root, 0 elsewhere."""
+        root = self._checked_root(root)
+        return _each(lambda x: self.perform("broadcast", to_jax(x), root), tree)
+
+    def allgather(self, tree: Any) -> Any:
+        """Return the arrays of all ranks, stacked by rank. Transpose: this rank's row of the sum of all cotangents."""
+        refuse_sparse(tree, "allgather")
+        return _each(lambda x: self.perform("allgather", to_jax(x)), tree)
+
+    def gather_rows(self, tree: Any, counts: Sequence[int] | None = None) -> Any:
+        """Return the rows of all ranks, one after another. The ranks may have different numbers of rows.
+
+        Arguments:
+          counts: the number of rows of each rank, which compiled programs must know beforehand. Otherwise the ranks
+            exchange these numbers.
+        """
+        refuse_sparse(tree, "gather_rows")
+        arrays = _each(to_jax, tree)
+        shapes = [array.shape for array in jax.tree.leaves(arrays)]
+        if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
+            raise ValueError(f"gather_rows: the arrays of a tree must have equally many rows, not shapes {shapes}")
+        mine = shapes[0][0] if shapes else 0
+        told = self._of_all(mine, "gather_rows(x, counts=[...])") if counts is None else counts
+        known = [int(count) for count in told]
+        own = known[self.rank] if isinstance(self.rank, int) and len(known) == self.size else mine
+        if len(known) != self.size or own != mine or max(known) < mine:
+            raise ValueError(f"gather_rows: counts={known} for {self.size} ranks, of which this has {mine} rows")
+
+        def gathered(x: jax.Array) -> jax.Array:
+            rows = self.perform("allgather", _padded(x, max(known)))
+            return jnp.concatenate([rows[rank, :count] for rank, count in enumerate(known)])
+
+        return jax.tree.map(gathered, arrays)
+
+    def alltoall(self, tree: Any, splits: Sequence[int] | Sequence[Sequence[int]] | None = None) -> Any:
+        """Send a block of rows to each rank; return the blocks that the ranks have sent here, in their order.
+
+        Transpose: the blocks of cotangents go back.
+
+        Arguments:
+          splits: the number of rows for each rank; by default equally many. Compiled programs must know these numbers
+            for all ranks: ``splits[sender][receiver]``.
+        """
+        refuse_sparse(tree, "alltoall")
+        if splits is not None:
+            return self._exchanged(tree, splits)
+
+        def exchanged(leaf: Any) -> jax.Array:
+            x = self._divisible(to_jax(leaf), "alltoall")
+            blocks = x.reshape(self.size, len(x) // self.size, *x.shape[1:])
+            return self.perform("alltoall", blocks).reshape(x.shape)
+
+        return _each(exchanged, tree)
+
+    def _exchanged(self, tree: Any, splits: Any) -> Any:
+        if not isinstance(self.rank, int):
+            raise CollectiveError("alltoall: all ranks of a mesh run one program, so blocks have one size: no splits")
+        if np.shape(splits) not in ((self.size,), (self.size, self.size)):
+            raise ValueError(
+                f"alltoall: splits has a number of rows for each of {self.size} ranks, or splits[sender][receiver] for "
+                f"all of them, not {splits}"
+            )
+        table = np.asarray(splits).astype(int).tolist()
+        if np.ndim(splits) == 1:
+            table = self._of_all(table, f"alltoall(x, splits[sender][receiver]), not {splits}")
+        mine, most = table[self.rank], max(map(max, table))
+        ends = np.cumsum(mine)[:-1].tolist()
+
+        def exchanged(leaf: Any) -> jax.Array:
+            x = to_jax(leaf)
+            if sum(mine) != len(x):
+                raise ValueError(f"alltoall: splits of {list(mine)} rows for an array of {len(x)} rows")
+            blocks = self.perform("alltoall", jnp.stack([_padded(block, most) for block in jnp.split(x, ends)]))
+            return jnp.concatenate([blocks[sender, : row[self.rank]] for sender, row in enumerate(table)])
+
+        return _each(exchanged, tree)
+
+    def reduce_scatter(self, tree: Any) -> Any:
+        """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
+        refuse_sparse(tree, "reduce_scatter")
+        return _each(lambda x: self.perform("scatter", self._divisible(_checked(x, "sum"), "reduce_scatter")), tree)
+
+    def shift(self, tree: Any, by: int = 1, *, wrap: bool = True, edge: Any = None) -> Any:
+        """Send to the rank ``by`` places further on; return what came from the rank ``by`` places before.
+
+        The ranks are a ring; without ``wrap`` a row, at whose beginning (for a negative ``by``, whose end) ranks get
+        zeros, or ``edge``. Transpose: the way back.
+
+        Arguments:
+          edge: what ranks get to which no other sends: a tree like ``tree``, or one number for all of it. An array
+            of integers takes no float.
+
+        Example:
+          >>> left = everybody.shift(u[-1], wrap=False, edge=0.0)  # the last of the left neighbour's points
+          >>> right = everybody.shift(u[0], by=-1, wrap=False, edge=0.0)
+        """
+        if wrap and edge is not None:
+            raise ValueError("shift: a ring has no edge. Use shift(..., wrap=False, edge=...), or leave edge out.")
+        route = shifted(self.size, by, wrap=wrap)
+        if edge is None:
+            return _each(lambda x: self.perform("shift", to_jax(x), route), tree)
+        edges = jax.tree.map(lambda _: edge, tree) if jnp.isscalar(edge) else edge
+        filling = jax.tree.map(_edge_of, tree, edges)
+        found = _each(lambda x: self.perform("shift", to_jax(x), route), tree)
+        arrived = jnp.isin(self.rank, np.array([receiver for _, receiver in route.pairs], int))
+        return jax.tree.map(functools.partial(jnp.where, arrived), found, filling)
+
+    def permute(self, tree: Any, pairs: Iterable[tuple[int, int]]) -> Any:
+        """Send from some ranks to others, as ``jax.lax.ppermute``; ranks to which no rank sends get zeros.
+
+        Transpose: the way back. All ranks call it with the same pairs, also those that neither send nor receive.
+        ``send`` and ``recv`` are for programs that differ from rank to rank.
+
+        Arguments:
+          pairs: ``(sender, receiver)``; each rank is at most one pair's sender, and at most one's receiver.
+
+        Example:
+          >>> everybody.permute(x, [(0, 2)])  # rank 0's x on rank 2
+        """
+        route = permuted(self.size, pairs)
+        return _each(lambda x: self.perform("permute", to_jax(x), route), tree)
+
+    def send(self, tree: Any, to: int, *, after: Any = None, tag: int = 0) -> jax.Array:
+        """Send arrays to a rank, which calls ``recv``; return 0.0, which depends on what was sent.
+
+        Only these two ranks take part, and nobody waits for the other to receive. The derivative of a loss that
+        contains what ``send`` returns waits for the cotangents, which the derivative of the other rank's loss sends.
+        Reverse mode of any order; under ``vmap`` both ranks must be; not under ``jax.checkpoint``.
+
+        Arguments:
+          after: in a loop (``lax.scan``), what changes from step to step, if the arrays do not depend on it.
+          tag: tells messages between the same ranks apart, if they are received in another order.
+
+        Example:
+          >>> loss = lambda params: ranks.send(jnp.tanh(x @ params), to=1)  # rank 0: its part of the loss is 0
+        """
+        return send_recv.send(self, tree, to, after, tag)
+
+    def recv(self, like: Any, source: int, *, after: Any, tag: int = 0) -> Any:
+        """Return the arrays that a rank sends to this one by ``send``.
+
+        Arguments:
+          like: arrays, or ``jax.ShapeDtypeStruct``, of the shapes and dtypes that are sent; under ``vmap``, arrays.
+          after: what this rank differentiates, its parameters for example: JAX sends cotangents back only from what
+            depends on it, and only if the loss depends on what was received. In a loop (``lax.scan``) also what changes
+            from step to step, the carry for example: JAX takes out of a differentiated loop what does not depend on it,
+            and the array would be received once. None: no derivative of what was sent is asked for, here or there.
+          tag: the sender's.
+
+        Raises:
+          MissingRanksError: nothing has come within the collectives' ``timeout``.
+          DisagreementError: other shapes or dtypes were sent.
+
+        Example:
+          >>> hidden = jax.ShapeDtypeStruct((8, 16), jnp.float32)
+          >>> loss = lambda params: jnp.mean((ranks.recv(hidden, 0, after=params) @ params - y) ** 2)  # rank 1
+        """
+        return send_recv.recv(self, like, source, after, tag)
+
+    def _divisible(self, x: jax.Array, what: str) -> jax.Array:
+        if x.ndim == 0 or len(x) % self.size:
+            raise ValueError(f"{what}: {x.dtype}{list(x.shape)} has no equal blocks of rows for {self.size} ranks")
+        return x
+
+    def _of_all(self, mine: Any, remedy: str) -> list[Any]:
+        """Return what all ranks say of their rows, by rank. Raises ValueError if this cannot be known here."""
+        raise ValueError(f"a compiled program must know the numbers of rows of all ranks: {remedy}")
+
+    def _checked_root(self, root: int) -> int:
+        if not isinstance(root, int | np.integer) or not 0 <= root < self.size:
+            raise ValueError(f"broadcast: the root must be a rank from 0 to {self.size - 1}, not {root!r}")
+        return root
+
+    def jit(self, function: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> Callable[..., Any]:
+        """Return ``jax.jit`` of a function that uses these collectives."""
+        return jax.jit(function, donate_argnums=donate_argnums)
+
+    def gather_same(self, x: Any) -> jax.Array:
+        """Apply ``allgather``, with a result that JAX knows to be the same on all ranks."""
+        return self.allgather(x)
+
+    def localize(self, x: Any) -> Any:
+        """Return a replicated value as this rank's own, so that its gradient is that of this rank's loss alone."""
+        return x
+
+    def is_summed(self, gradient: Any) -> bool:
+        """Return whether JAX has already summed a cotangent over the ranks, as it may on a mesh."""
+        return False
+
+    # What an implementation must have:
+
+    @abc.abstractmethod
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        """Apply the operation of this name to an array, at once or as part of a compiled program, with its derivatives.
+
+        Arguments:
+          how: the root of a broadcast, the route of a shift or a permutation.
+        """
+
+
+def _checked(x: Any, op: str) -> jax.Array:
+    if op not in get_args(AnyOp):
+        raise ValueError(f"allreduce: op must be one of {', '.join(map(repr, get_args(AnyOp)))}, not {op!r}")
+    array = to_jax(x)
+    if array.dtype == bool or (op in ("max", "min") and jnp.issubdtype(array.dtype, jnp.complexfloating)):
+        raise TypeError(f"allreduce: no {op} of {array.dtype}. Cast it, for example to int32.")
+    return array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _extreme(collectives: Collectives, op: str, x: jax.Array) -> jax.Array:
+    return collectives.perform(op, x)
+
+
+def _extreme_backward(collectives: Collectives, op: str, at: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    share, total = at.astype(g.dtype), g if collectives.is_summed(g) else collectives.allreduce(g)
+    return (total * share / collectives.allreduce(share),)
+
+
+def _extreme_forward(collectives: Collectives, op: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    y = _extreme(collectives, op, x)
+    return y, x == y
+
+
+_extreme.defvjp(_extreme_forward, _extreme_backward)
+
+
+OF_PARALLEL = "A DataParallel has its own as an attribute: dp.collectives."
+
+
+def require_collectives(what: str, given: Any, remedy: str = OF_PARALLEL) -> None:
+    """Raise TypeError if what a user has given is no group of ranks."""
+    if not isinstance(given, Collectives):
+        raise TypeError(
+            f"{what}: collectives must be one of jd.collectives' MPI, Devices, Local, Mesh, not {given!r:.60}. {remedy}"
+        )
+
+
+def _each(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return a tree with a function of each leaf. A reference is a leaf, and no array: the ranks send what is here."""
+    return jax.tree.map(function, tree, is_leaf=is_elsewhere)
+
+
+def _edge_of(leaf: Any, edge: Any) -> jax.Array:
+    """Return what a rank gets in place of a leaf. Raises TypeError if the leaf's dtype cannot hold ``edge``."""
+    x = to_jax(leaf)
+    if jnp.issubdtype(x.dtype, jnp.inexact):  # floats may be rounded to other floats
+        holds = jnp.iscomplexobj(x) or not jnp.iscomplexobj(edge)
+    else:
+        holds = jnp.result_type(x, edge) == x.dtype
+    if not holds:
+        kind = jnp.result_type(edge)
+        raise TypeError(f"shift: an edge of {kind} for an array of {x.dtype}, which would change it. Cast one of them.")
+    return jnp.broadcast_to(jnp.asarray(edge, x.dtype), x.shape)
+
+
+def _padded(x: jax.Array, count: int) -> jax.Array:
+    """Add rows of zeros up to this number of rows."""
+    return jnp.pad(x, [(0, count - len(x)), *[(0, 0)] * (x.ndim - 1)])

@@ -1,0 +1,115 @@
+"""The collectives of the current world."""
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad.collectives import communicators, world
+from jdistgrad.collectives.devices import Devices
+from jdistgrad.collectives.host import TIMEOUT, HostCollectives
+from jdistgrad.collectives.local import Local
+from jdistgrad.collectives.mpi import MPI
+from jdistgrad.collectives.rank_devices import UnusableDevicesError
+from jdistgrad.collectives.roll_call import agree
+from jdistgrad.config import settings
+from jdistgrad.errors import CollectiveError, WorkerLostError
+from jdistgrad.rpc.caller import checked_timeout
+from jdistgrad.rpc.worker import current_worker
+
+log = logging.getLogger("jdistgrad.data_parallel")
+
+
+def of_this_world(
+    workers: Sequence[Any] | None = None, *, check: bool = True, timeout: float = TIMEOUT
+) -> HostCollectives:
+    """Return new collectives of all workers of this world, or of some.
+
+    Every one of these workers must call it, in the same order, one call after the other: calls by ``rpc_async`` and
+    ``remote`` that are not waited for run in any order.
+
+    Arguments:
+      workers: their names, infos or ranks in the world, in the order of their ranks in the collectives; default all.
+      check: whether ranks meet before each operation in compiled code too. Without the meeting, ranks that run
+        different programs get wrong sums, or wait without end.
+      timeout: seconds to wait for the slowest worker, in the making and later (the attribute ``timeout``).
+
+    Raises:
+      MissingRanksError: some workers did not come to make them in time.
+
+    Example:
+      >>> trainers = jd.collectives.of_this_world(range(jd.world_size() - 1))  # without the last
+    """
+    worker = current_worker()
+    chosen = None if workers is None else _checked(workers)
+    for rank in range(worker.size) if chosen is None else chosen:
+        if rank in worker.peers.lost:
+            raise WorkerLostError(
+                f"{worker.peers.lost[rank]}, so it cannot take part in new collectives. Name the workers that are "
+                "left, on all of them: jd.collectives.of_this_world([...]).",
+                worker=worker.directory.workers[rank],
+            )
+    made = Local(chosen) if world.is_local(worker) else _between_processes(chosen, checked_timeout(timeout))
+    made.meets_in_programs, made.timeout = check, checked_timeout(timeout)
+    return made
+
+
+def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
+    """Return XLA's collectives where they pay, on accelerators that ``jax.distributed`` connects; else MPI's."""
+    comm = None if chosen is None else communicators.subset(chosen, timeout)
+    if settings.collectives:
+        named: dict[str, Callable[..., MPI]] = {
+            "devices": Devices,
+            "mpi-on-device": functools.partial(MPI, on_device=True),
+            "mpi": MPI,
+        }
+        return named[settings.collectives](comm, timeout=timeout)
+    if jax.distributed.is_initialized() and jax.default_backend() != "cpu":
+        try:
+            return Devices(comm, timeout=timeout)
+        except UnusableDevicesError as error:  # on all ranks
+            log.warning("%s So gradients are averaged over MPI, in host memory.", error)
+    return MPI(comm, timeout=timeout)
+
+
+def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
+    here = current_worker()
+    if isinstance(workers, str | int) or not isinstance(workers, Iterable):
+        raise CollectiveError(
+            f"of_this_world({workers!r}): expected a sequence of workers, such as range({here.size}) or [{here.rank}]."
+        )
+    chosen = tuple(one if isinstance(one, int) else here.directory.find(one).rank for one in workers)
+    if here.rank not in chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(here.size)):
+        raise CollectiveError(
+            f"collectives of the workers {list(chosen)}, made by worker {here.rank} of {here.size}: expected ranks of "
+            "this world, each once, the caller's among them. Workers outside a group take no part in it."
+        )
+    return chosen
+
+
+def shared(timeout: float = TIMEOUT) -> HostCollectives:
+    """Return the world's shared collectives, made on first use, within a timeout. Every worker must call it."""
+    kept = current_worker().kept
+    if "collectives" not in kept:
+        made = of_this_world(timeout=timeout)
+        made.timeout = TIMEOUT
+        kept["collectives"] = made
+    found: HostCollectives = kept["collectives"]
+    return found
+
+
+def barrier(*, timeout: float | None = None) -> None:
+    """Return when every worker of this world has called ``barrier``.
+
+    Arguments:
+      timeout: seconds to wait; by default 300.
+
+    Raises:
+      MissingRanksError: some workers did not come in time; the message names them. This world has no barrier any more,
+        since those workers may still come.
+      DisagreementError: a worker is in another collective instead.
+    """
+    seconds = TIMEOUT if timeout is None else checked_timeout(timeout)
+    agree(shared(seconds), "jdistgrad.barrier", seconds)

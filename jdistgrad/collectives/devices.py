@@ -1,0 +1,180 @@
+"""Collectives over the devices of processes: XLA's own (NCCL, ICI, gloo), after a meeting of the ranks over MPI."""
+
+import concurrent.futures
+import contextlib
+import functools
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from jdistgrad import jaxprs
+from jdistgrad._compat import trace_context
+from jdistgrad.collectives import rank_devices
+from jdistgrad.collectives.host import TIMEOUT
+from jdistgrad.collectives.host_arrays import any_traced
+from jdistgrad.collectives.mesh import Mesh
+from jdistgrad.collectives.mpi import MPI
+from jdistgrad.collectives.spanning import (
+    Finish,
+    Program,
+    Span,
+    at_home,
+    in_one_order,
+    spanning_program,
+    traced,
+)
+from jdistgrad.collectives.static_parts import enclosed, has_functions, on_opened, opened
+from jdistgrad.collectives.under_way import end_job, under_way
+from jdistgrad.errors import CollectiveError, DisagreementError
+
+T = TypeVar("T")
+
+
+class Devices(MPI):
+    """Collectives with processes as ranks, whose arrays stay on their devices.
+
+    Each rank has one device: JAX's default device. The ranks meet over MPI before each program, so that a rank that is
+    missing or does something else is named; then XLA reduces. ``jit`` compiles a function with its collectives into one
+    program over all devices, as ``DataParallel``'s steps are. Elsewhere inside ``jax.jit`` a program has this rank's
+    device only, and collectives go through host memory.
+
+    A rank may have several devices: a loss's arguments may be divided over them, and are averaged gradients that all of
+    them hold whole. Other arrays must lie on the rank's device.
+
+    Arguments:
+      comm: an mpi4py communicator; default ``MPI.COMM_WORLD``. ``jax.distributed`` must run in its ranks:
+        ``jd.init(devices=True)``.
+      timeout: seconds to wait for the slowest rank, in the making and later.
+
+    Example:
+      >>> dp = jd.DataParallel(jd.collectives.Devices())
+    """
+
+    span: Span
+    device: jax.Device
+
+    def __init__(self, comm: Any = None, *, timeout: float = TIMEOUT):
+        super().__init__(comm, timeout=timeout)
+        self.agree("new collectives over devices")
+        device, place = rank_devices.of_this_rank()
+        places = self.gather_objects(place)
+        rank_devices.require_usable(places)
+        self.span, self.device = Span(rank_devices.mesh_of(places), device), device
+        self.in_programs = Mesh(self.span.axis)
+
+    def __repr__(self) -> str:
+        return f"Devices(rank={self._rank}, size={self.size}, device={self.span.device})"
+
+    @property
+    def rank(self) -> Any:
+        """This rank; in a program over all devices, which is the same on all ranks, a traced number."""
+        return self.in_programs.rank if self.span is not None and self.span.is_traced else self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        self._rank = rank
+
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        return self.in_programs.perform(name, x, how) if self.span.is_traced else super().perform(name, x, how)
+
+    def section(self, what: str) -> Any:
+        return contextlib.nullcontext(self.in_programs) if self.span.is_traced else super().section(what)
+
+    def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
+        return spanning_program(self.span, closed, like, functools.partial(finish, self.in_programs))
+
+    def dispatch(
+        self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
+    ) -> list[jax.Array]:
+        self._compile(program, what, what if key is None else key)
+        launch = under_way.begin(what, self.together(what, may_leave=True), inputs, self.timeout)
+        try:
+            results, launch.done = program.launch(shared)
+        except BaseException as error:
+            under_way.give_up(launch)
+            if self.size > 1:
+                traceback.print_exc()
+                end_job(launch, f"{what}: this rank has failed, and the others wait for it: {error}")
+            raise
+        return results
+
+    def _compile(self, program: Program, what: str, key: Any) -> None:
+        """Compile a new program on all ranks. If that fails on one, all raise an error."""
+        if key in self.span.compiled:  # on all ranks, even if this one has made the program anew
+            program.compile()
+            return
+        failure = None
+        try:
+            program.compile()
+        except Exception as error:
+            failure = error
+        failed = [rank for rank, worked in enumerate(self.gather_objects(failure is None)) if not worked]
+        if failure is not None:
+            raise failure
+        if failed:
+            raise CollectiveError(f"{what} was not run: ranks {failed} could not compile it, see their errors")
+        self.span.compiled.add(key)
+
+    def _starter(self) -> Callable[[Callable[[Any], Any]], concurrent.futures.Future[Any]]:
+        def start(operation: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
+            future = concurrent.futures.Future[Any]()
+            try:  # at once, in the program's order: devices compute beside the program
+                future.set_result(operation(self))
+            except Exception as error:
+                future.set_exception(error)
+            return future
+
+        return start
+
+    def jit(self, function: Callable[..., Any], *, donate_argnums: int | Sequence[int] = ()) -> Callable[..., Any]:
+        donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+        plain, enclosing = (_Jitted(self, one, donated) for one in (function, on_opened(function)))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any_traced((args, kwargs)):
+                return function(*args, **kwargs)
+            if not has_functions((args, kwargs)):
+                return plain(args, kwargs)
+            return opened(enclosing(*enclosed((args, kwargs))))
+
+        return call
+
+
+class _Jitted:
+    """A function as programs over all devices, one for each form of its arguments."""
+
+    def __init__(self, all_: Devices, function: Callable[..., Any], donate_argnums: Sequence[int]):
+        self._all, self._function, self._donated = all_, function, donate_argnums
+        self._found: dict[Any, tuple[Program, Any, str]] = {}
+
+    def __call__(self, args: Any, kwargs: Any) -> Any:
+        args, kwargs = jax.tree.map(lambda leaf: at_home(leaf, self._all.device), (args, kwargs))
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        key = tree, trace_context(), tuple(map(jax.typeof, leaves))
+        if key not in self._found:
+            self._found[key] = self._make(args, kwargs)
+        program, structure, what = self._found[key]
+        shared = program.prepare(leaves)
+        with in_one_order:
+            try:
+                self._all.agree(what)
+            except DisagreementError as error:
+                remedy = "A number of the rank in a function, such as jd.rank(), and a device must be arguments of it."
+                raise DisagreementError(f"{error} {remedy}", **vars(error)) from None
+            results = self._all.dispatch(program, shared, what, leaves)
+        return jax.tree.unflatten(structure, results)
+
+    def _make(self, args: Any, kwargs: Any) -> tuple[Program, Any, str]:
+        closed, results = traced(self._all.span, self._function, args, kwargs)
+        leaves = jax.tree.leaves((args, kwargs))
+        counts = [len(jax.tree.leaves(arg)) for arg in args]
+        ends = [sum(counts[: k + 1]) for k in range(len(counts))]
+        donated = [n for k in self._donated for n in range(ends[k] - counts[k], ends[k])]
+        name = getattr(self._function, "__name__", "a function")
+        shapes = ", ".join(f"{jax.typeof(leaf).str_short()}" for leaf in leaves[:3])
+        rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
+        what = f"{name} of {shapes}{rest} over all devices (program {jaxprs.digest(closed):016x})"
+        return spanning_program(self._all.span, closed, leaves, list, donated), results, what

@@ -1,0 +1,312 @@
+"""Collectives of processes or threads, which meet, agree on each operation, and reduce in host memory."""
+
+import abc
+import collections
+import concurrent.futures
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Self, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from jdistgrad.collectives.base import Collectives, Op
+from jdistgrad.collectives.host_arrays import as_set, copied, like, settings
+from jdistgrad.collectives.primitive import Route, collective_p
+from jdistgrad.collectives.roll_call import agree, undivided
+from jdistgrad.collectives.send_recv import Peer, carried
+from jdistgrad.errors import CollectiveError
+from jdistgrad.ffi.dispatch import finish_programs
+from jdistgrad.ffi.lowering import call_in_order, on_cpus
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.meetings import Members
+from jdistgrad.rpc.traced_hook import staging
+from jdistgrad.rpc.worker import Worker, find_worker
+from jdistgrad.threads import started
+from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
+
+T = TypeVar("T")
+
+TIMEOUT = 300.0
+DETAILS = {"broadcast": " from rank {}", "shift": " {}", "permute": " {}"}
+
+
+class HostCollectives(Collectives):
+    """Collectives on host memory, which Python can also call on concrete arrays."""
+
+    members: Members
+    timeout: float = TIMEOUT
+    meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
+    refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
+    _beside: Any = None  # starts operations beside the program
+    _closed: bool = False
+    _of_programs: Any = None  # the group over the channel of compiled programs, if they have one
+
+    @property
+    def world_ranks(self) -> tuple[int, ...]:  # type: ignore[override]
+        return self.members.ranks
+
+    def keeper(self) -> Worker:
+        """Return the worker that keeps what steps over these collectives need, as long as its world exists.
+
+        Raises its world's error, or WorldClosedError, once that has failed or closed.
+        """
+        return cast("Worker", self.members.worker)
+
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        return collective_p.bind(x, by=self, name=name, how=how)
+
+    # On concrete arrays, after an agreement: without it a mistake would give wrong sums.
+
+    def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        if isinstance(how, Peer):
+            finish_programs()  # what they send and receive comes before
+            memory = self.on_host(name, x, how)
+        else:
+            text = described(name, x, how)
+            with undivided(self, text):
+                self.agree(text)
+                memory = self.on_host(name, x, how)
+        recut = memory.shape != x.shape and len(x.devices()) > 1  # the sharding of x may not fit the result
+        return jnp.asarray(memory) if recut or name == "send" else like(memory, x)
+
+    def on_host(self, name: str, x: Any, how: Any) -> np.ndarray:
+        """Return the operation of this name applied to a concrete array, in new memory."""
+        if isinstance(how, Peer):
+            return carried(self, name, np.asarray(x), how)
+        if name in ("allgather", "alltoall", "scatter") or isinstance(how, Route):
+            return self.moved(name, np.ascontiguousarray(x).reshape(np.shape(x)), how)
+        memory = copied(x)
+        if name == "broadcast":
+            self.broadcast_in_place(memory, how)
+        else:
+            self.reduce_in_place(memory, name)  # type: ignore[arg-type]
+        return memory
+
+    # Objects, and the group itself.
+
+    def allgather_object(self, value: Any) -> list[Any]:
+        """Return the picklable objects of all ranks, by rank. Every rank must call it."""
+        return self._gathered("a gather of objects", value)
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the root's picklable object. Every rank must call it; what the others pass is not used."""
+        root = self._checked_root(root)
+        text = f"a broadcast of an object from rank {root}"
+        return self._gathered(text, value if self.rank == root else None)[root]
+
+    def _gathered(self, text: str, value: Any) -> list[Any]:
+        own = trees.steady(value)
+        with undivided(self, text):
+            self.agree(text)
+            return [trees.steady(one) for one in self.gather_objects(own)]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank. Every rank must call it."""
+        return self.members.begin(value, "a gather of objects").wait(self.timeout)
+
+    def barrier(self) -> None:
+        """Return when every rank has called ``barrier``."""
+        self.agree("a barrier")
+
+    def start(self, operation: Callable[["HostCollectives"], T]) -> concurrent.futures.Future[T]:
+        """Start an operation beside the program; return a future of its result.
+
+        Every rank must start the same operations in the same order. They run one after another, on a thread and a
+        channel of their own. The first start makes these, and waits until all ranks have come. NumPy arrays that the
+        operation reads must not change before its result is there.
+
+        Example:
+          >>> everybody = jd.collectives.of_this_world()
+          >>> handle = everybody.start(lambda c: c.allreduce(jnp.ones(3)))
+          >>> total = handle.result()
+        """
+        if self._beside is None:
+            self.agree("the first start of an operation beside the program")
+            self._beside = self._starter()
+        future: concurrent.futures.Future[T] = self._beside(operation)
+        return future
+
+    def _starter(self) -> Callable[[Callable[[Any], Any]], concurrent.futures.Future[Any]]:
+        """Return what starts operations."""
+        return InTurn(self.twin()).start
+
+    def close(self) -> None:
+        """Give up this group: its channels are freed, and it refuses further use. Every rank must call it."""
+        if self._closed:
+            return
+        jax.effects_barrier()  # programs that were dispatched may still need the channels
+        self.agree("the end of these collectives")
+        self._closed = True
+        if self._beside is not None:
+            self._beside(lambda beside: beside.close()).result()
+        self.free()
+        self.refusal = CollectiveError(f"{self!r} has been closed. Make new collectives.")
+        (self._of_programs or self).refusal = self.refusal
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if kind is None:  # after an error other ranks may not come to an agreement
+            self.close()
+
+    def _of_all(self, mine: Any, remedy: str) -> list[Any]:
+        return super()._of_all(mine, remedy) if staging() else self.allgather_object(mine)
+
+    def agree(self, text: str) -> None:
+        """Raise DisagreementError on every rank unless all announce the same text. Every rank must call it."""
+        agree(self, text, self.timeout)
+
+    # In compiled programs, where the ranks agree once, at the beginning of a section.
+
+    @contextlib.contextmanager
+    def section(self, what: str) -> Iterator["HostCollectives"]:
+        """Trace a block of operations that the ranks agree on once, before the first; yield collectives for the block.
+
+        Sections are not nested: the yielded collectives do not agree again and open none.
+        """
+        if not self.meets_in_programs or self.size == 1:
+            yield self
+            return
+        quiet = copy.copy(self)
+        quiet.meets_in_programs = False
+        channel, timeout = self._of_programs or self, self.timeout
+
+        def meet() -> None:
+            agree(channel, f"compiled {what}", timeout)
+
+        if on_cpus():
+            call_in_order(meet, (), effect=self.effect())
+        else:
+            io_callback(meet, None, ordered=True)
+        yield quiet
+
+    def adjusted(self, *, timeout: float, meets_in_programs: bool) -> "HostCollectives":
+        """Return a copy with other settings, which uses the same channels."""
+        other = copy.copy(self)
+        other.timeout, other.meets_in_programs = timeout, meets_in_programs
+        return other
+
+    def traced(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        """Apply the operation of this name to a tracer."""
+        if isinstance(how, Peer):
+            return HostCollectives.compiled(self, name, x, how)
+        with self.section(described(name, x, how)) as all_:
+            return all_.compiled(name, x, how)
+
+    # What an implementation must have. On host memory, called by one thread at a time:
+
+    @abc.abstractmethod
+    def twin(self) -> "HostCollectives":
+        """Return the same group over a channel of its own. Every rank must call it."""
+
+    # In a group that has gone on without ranks, the others count as ranks of the group as it was made:
+
+    def place_of(self, rank: int) -> int:
+        """Return the place, in the group as it is now, of a rank of the group as it was made."""
+        return rank
+
+    def rank_at(self, place: int) -> int:
+        """Return the rank, in the group as it was made, at a place in the group as it is now."""
+        return place
+
+    @abc.abstractmethod
+    def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
+        """Overwrite contiguous memory with its reduction over all ranks."""
+
+    @abc.abstractmethod
+    def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
+        """Overwrite every rank's contiguous memory with the root's."""
+
+    @abc.abstractmethod
+    def moved(self, name: str, memory: np.ndarray, how: Any) -> np.ndarray:
+        """Return what an operation that moves arrays brings to this rank, in new memory.
+
+        Arguments:
+          name: "allgather", "alltoall" or "scatter", which take blocks of rows; or that of an operation with a route.
+        """
+
+    def free(self) -> None:
+        """Give back what the channels of this group hold. Every rank must call it."""
+
+    # Inside jit. Here programs call Python for each operation; an implementation may have a way of its own.
+
+    def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
+        """Apply the operation of this name to a tracer, inside a section."""
+        shape, dtype = x.shape, x.dtype
+        if name == "allgather":
+            shape = (self.size, *x.shape)
+        elif name == "scatter":
+            shape = (len(x) // self.size, *x.shape[1:])
+        elif name == "send":
+            shape, dtype = (), jnp.dtype(np.float32)
+        result = jax.ShapeDtypeStruct(shape, dtype)
+        channel = self if isinstance(how, Peer) else self._of_programs or self
+        if not on_cpus():
+            return io_callback(lambda x: channel.on_host(name, x, how), result, x, ordered=True)
+        (made,) = call_in_order(lambda x: [channel.on_host(name, x, how)], [result], x, effect=self.effect())
+        return made
+
+    def effect(self) -> Any:
+        """Return the ordered effect of operations in programs."""
+        return in_order()
+
+
+class InTurn:
+    """Operations one after another over collectives of their own, on threads that end when there is none left.
+
+    A thread that waited for the next one would keep the worker that it belongs to.
+    """
+
+    def __init__(self, collectives: HostCollectives):
+        self._collectives = collectives
+        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self._lock, self._runs = threading.Lock(), False
+
+    def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
+        future, chosen = InterruptibleFuture[T](), settings()
+
+        def run() -> None:
+            try:
+                with as_set(chosen):
+                    future.set_result(operation(self._collectives))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with put_off_interrupt():  # or nobody might begin
+            with self._lock:
+                self._waiting.append(run)
+                begins, self._runs = not self._runs, True
+            worker = find_worker()
+            if begins and worker is not None:
+                worker.run(self._run)
+            elif begins:
+                started(self._run, "jdistgrad-collectives")
+        return future
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._runs = bool(self._waiting)
+                if not self._waiting:
+                    return
+                operation = self._waiting.popleft()
+            operation()
+
+
+@functools.cache
+def in_order() -> Any:
+    """Return the effect of callbacks that run in the program's order."""
+    (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
+    return effect
+
+
+def described(name: str, x: Any, how: Any) -> str:
+    """Describe an operation in the words that the ranks compare."""
+    return f"{name} of {x.dtype}{list(x.shape)}" + DETAILS.get(name, "").format(how)

@@ -1,0 +1,105 @@
+"""Descriptions of a tree's leaves, on which the ranks must agree: path, shape and dtype of each."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jdistgrad.collectives.host_arrays import numbers
+from jdistgrad.corrections import Elsewhere
+from jdistgrad.errors import LeafError
+
+
+class Leaf(NamedTuple):
+    """The description of a leaf. ``sparse``: how many of its dimensions a BCOO array indexes; 0 if it is dense."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sparse: int = 0
+
+    def __str__(self) -> str:
+        indices = f" of {self.sparse} indices" if self.sparse else ""
+        return f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}{indices}"
+
+
+def is_sparse(value: Any) -> bool:
+    """Return whether a value is a sparse array. Without the module, whose import is slow, there is none."""
+    module = sys.modules.get("jax.experimental.sparse")
+    return module is not None and isinstance(value, module.BCOO)
+
+
+def index_dimensions(value: Any) -> int:
+    return value.n_sparse if is_sparse(value) else 0
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """Return the leaves and structure of a tree; a sparse array counts as one leaf."""
+    return jax.tree.flatten(tree, is_leaf=is_sparse)
+
+
+def describe(tree: Any, *, whole: bool = True) -> list[Leaf]:
+    """Describe every leaf of a tree, in order. ``whole``: a sparse array counts as one leaf."""
+
+    def is_leaf(value: Any) -> bool:
+        return is_elsewhere(value) or (whole and is_sparse(value))
+
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        refuse_elsewhere(path, leaf)
+        name, value = _spelled(path), numbers(leaf)
+        try:
+            shape = tuple(value.shape if hasattr(value, "shape") else np.shape(value))
+            dtype = np.dtype(getattr(value, "dtype", None) or jax.dtypes.result_type(value))
+            found.append(Leaf(name, shape, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), index_dimensions(value)))
+        except TypeError as error:
+            text = f"{name} is a {type(leaf).__name__}, expected an array or a number"
+            raise LeafError(text, path=name) from error
+    return found
+
+
+def refuse_sparse(tree: Any, what: str) -> None:
+    """Raise LeafError for a sparse array where only arrays with all their elements are reduced or stacked.
+
+    Its indices would be taken for numbers.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
+        if is_sparse(leaf):
+            raise LeafError(
+                f"{what}: {_spelled(path)} is a sparse array, {type(leaf).__name__}{list(leaf.shape)}, of which only "
+                "DataParallel's averages take the sum. Give x.todense().",
+                path=_spelled(path),
+            )
+
+
+def is_elsewhere(value: Any) -> bool:
+    """Return whether a value is a reference, or the gradient of one: JAX sees only what stands for the value."""
+    return isinstance(value, Elsewhere)
+
+
+def refuse_elsewhere(path: Any, leaf: Any) -> None:
+    """Raise LeafError for what is on another worker: ranks would reduce the numbers that stand for it."""
+    if is_elsewhere(leaf):
+        raise LeafError(
+            f"{_spelled(path)} is {leaf}, expected an array or a number: what ranks reduce is here. Differentiate a "
+            "reference by jd.value_and_grad, and give DataParallel the gradients of arrays only; average gradients of "
+            "this worker's own values in their context, dp.average_in(ctx, [reference]).",
+            path=_spelled(path),
+        )
+
+
+def _spelled(path: Any) -> str:
+    return jax.tree_util.keystr(path) or "(the whole)"
+
+
+def require_inexact(leaves: Sequence[Leaf], what: str) -> None:
+    for leaf in leaves:
+        if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
+            raise LeafError(
+                f"{what}: the leaf {leaf.path} is {leaf}, expected a floating or complex dtype: integers have no "
+                "gradient and no average. Keep them out of the tree (has_aux, optax.masked; of an equinox module by "
+                "eqx.partition(model, eqx.is_inexact_array)), or cast them.",
+                path=leaf.path,
+            )

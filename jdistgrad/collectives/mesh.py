@@ -1,0 +1,128 @@
+"""Collectives over the devices along a mesh axis, inside ``jax.shard_map``: XLA's own."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdistgrad._compat import varies_over
+from jdistgrad.collectives.base import Collectives
+from jdistgrad.errors import CollectiveError
+from jdistgrad.ffi.abi import carrier
+from jdistgrad.rpc.worker import find_worker
+
+log = logging.getLogger("jdistgrad.data_parallel")
+
+
+class Mesh(Collectives):
+    """Collectives with the devices along one or several mesh axes as ranks.
+
+    Derivatives are those of ``lax.psum`` and its relatives. Under ``check_vma=False``, and wherever a rank's loss is
+    typed as varying over the axis, they are those of the other collectives: of the sum of all ranks' losses.
+
+    Arguments:
+      axis_name: the axis of the mesh, as given to ``jax.shard_map`` or ``jax.pmap``.
+    """
+
+    def __init__(self, axis_name: Any):
+        self.axis_name = axis_name
+        self._axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+        worker = find_worker()
+        if worker is not None and worker.survives and jax.distributed.is_initialized():
+            log.warning(
+                "%r: a mesh over several processes does not go on without one that dies: jax.distributed ends all of "
+                "them. Steps over MPI that are called from Python go on.",
+                self,
+            )
+
+    def __repr__(self) -> str:
+        return f"Mesh({self.axis_name!r})"
+
+    @property
+    def rank(self) -> jax.Array:
+        return self._within(lax.axis_index)
+
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        return self._within(lax.axis_size)
+
+    def _within(self, question: Any) -> Any:
+        try:
+            return question(self.axis_name)
+        except NameError as error:
+            raise CollectiveError(
+                f"{self!r}: there is no mesh axis of that name here. Call it inside jax.shard_map over that axis."
+            ) from error
+
+    def _of_all(self, mine: Any, remedy: str) -> list[Any]:
+        return [mine] * self.size
+
+    def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
+        here, carried = self.rank, _carrier(x.dtype)  # raises where there is no such axis
+        if carried != x.dtype:
+            return self.perform(name, x.astype(carried), how).astype(x.dtype)
+        if name == "allgather":
+            return lax.all_gather(x, self.axis_name)
+        if name == "broadcast":
+            kept = jnp.where(here == how, x, jnp.zeros_like(x))
+            if x.dtype == bool:
+                return lax.psum(kept.astype(jnp.int8), self.axis_name).astype(bool)
+            return lax.psum(kept, self.axis_name)
+        if name == "alltoall":
+            return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
+        if name == "scatter" and x.size == 0:  # XLA refuses blocks without rows
+            return x[: len(x) // self.size]
+        if name == "scatter":
+            return lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True)
+        if name in ("shift", "permute"):
+            return lax.ppermute(x, *self._in_order_of_mesh(how.pairs))
+        reduced: jax.Array = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
+        if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+            return reduced
+        unknown = lax.psum(jnp.isnan(x).astype(jnp.int32), self.axis_name)
+        return jnp.where(unknown > 0, jnp.nan, reduced)  # gloo's maximum of NaN depends on the rank that holds it
+
+    def _in_order_of_mesh(self, pairs: Sequence[tuple[int, int]]) -> tuple[Any, list[tuple[int, int]]]:
+        """Return the axes in the mesh's order, by which ``ppermute`` numbers ranks, and pairs of ranks numbered so."""
+        axes, known = self._axes, jax.sharding.get_abstract_mesh().axis_names
+        if not set(axes) <= set(known):
+            return self.axis_name, list(pairs)
+        order = sorted(range(len(axes)), key=lambda k: known.index(axes[k]))
+        ranks = np.arange(self.size).reshape([lax.axis_size(axis) for axis in axes])
+        number = np.argsort(ranks.transpose(order).ravel()).tolist()
+        return tuple(axes[k] for k in order), [(number[sender], number[receiver]) for sender, receiver in pairs]
+
+    def gather_same(self, x: jax.Array) -> jax.Array:
+        """Gather with a result typed as the same on all ranks; JAX types a gather's result as varying."""
+        if not self._typed():
+            return self.perform("allgather", jnp.asarray(x))
+        carried = x.astype(_carrier(x.dtype))
+        rows = jnp.zeros((self.size, *x.shape), carried.dtype).at[self.rank].set(carried)
+        return lax.psum(rows, self.axis_name).astype(x.dtype)
+
+    def localize(self, x: jax.Array) -> jax.Array:
+        """Return a replicated value as this rank's own, so that its gradient is that of this rank's loss alone."""
+        axes = [axis for axis in self._axes if axis not in self._varying(x)] if self._typed() else []
+        return lax.pcast(x, tuple(axes), to="varying") if axes else x
+
+    def is_summed(self, gradient: jax.Array) -> bool:
+        """Return whether JAX has summed a gradient over the axis, as it does for parameters typed as replicated."""
+        return self._typed() and not set(self._axes) & self._varying(gradient)
+
+    def _typed(self) -> bool:
+        return bool(self._varying(self.rank))
+
+    @staticmethod
+    def _varying(x: jax.Array) -> set[Any]:
+        return set(varies_over(jax.typeof(x)))
+
+
+def _carrier(dtype: Any) -> Any:
+    """Return the dtype in which the devices exchange arrays of a dtype that XLA packs, or that has no zero."""
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return dtype
+    return jnp.dtype(jnp.float32 if dtype == jnp.float8_e8m0fnu else carrier(dtype))

@@ -1,0 +1,220 @@
+"""The roll call: what the ranks tell each other before each collective, and what follows from it.
+
+A few dozen bytes from every rank, before any gradient moves, show that all ranks are there, at the same bucket of the
+same plan, in the same kind of ``join`` block, with finite gradients where ``check_finite`` is set, and which ranks have
+run out of inputs. A mismatch raises an error on every rank.
+"""
+
+import contextlib
+import enum
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from jdistgrad.errors import CollectiveError, DisagreementError, WorkerLostError
+from jdistgrad.rpc.meetings import Meeting
+
+_FORMAT = struct.Struct("<2i3qQ")
+
+
+class Act(enum.IntEnum):
+    """The action that a rank announces."""
+
+    SHADOW = 0  # the rank has run out of inputs and does what the others do, with zeros
+    AGREE = 1
+    REDUCE = 2
+    USED = 3
+    BROADCAST = 4
+    VERIFY = 5
+    OPERATE = 6  # a collective operation that is not the reducer's, in a hook for example
+    FAILED = 7  # the rank's step has failed, for a reason of its own
+    AVERAGE = 8  # gradients that were given to be averaged, not those of a step: usually accumulated ones
+
+
+class Joining(enum.IntEnum):
+    """The kind of ``join`` block a rank is in, which decides by how many ranks gradients are divided."""
+
+    NONE = 0  # in no block: divide by the number of all ranks
+    BY_ALL = 1
+    BY_ACTIVE = 2
+
+    def __str__(self) -> str:
+        if self is Joining.NONE:
+            return "in no join block"
+        return f"in join(divide_by_initial_world_size={self is Joining.BY_ALL})"
+
+
+class Roll(NamedTuple):
+    """The word of a rank.
+
+    Attributes:
+      number: the number that goes with the act: the bucket's, the root's rank, or how many parameters there are.
+      fault: 0, or 1 plus the place in its bucket of the first leaf that is not finite. Over devices, where this is
+        found out later, the digest of the rank's program.
+    """
+
+    act: Act
+    step: int
+    number: int
+    fault: int
+    digest: int
+    joining: Joining = Joining.NONE
+
+    def pack(self) -> bytes:
+        return _FORMAT.pack(self.act, self.joining, self.step, self.number, self.fault, self.digest)
+
+    def __str__(self) -> str:
+        doing = {
+            Act.SHADOW: "has joined, and answers only steps and averages of that DataParallel,",
+            Act.AGREE: "meets a new tree of gradients",
+            Act.REDUCE: f"reduces bucket {self.number}",
+            Act.USED: "shares which parameters it used",
+            Act.BROADCAST: "broadcasts",
+            Act.VERIFY: "verifies parameters",
+            Act.OPERATE: "is in a collective operation",
+            Act.FAILED: f"has failed at bucket {self.number}",
+            Act.AVERAGE: f"reduces bucket {self.number} of given gradients",
+        }[self.act]
+        return doing if self.act is Act.OPERATE else f"{doing} in step {self.step}"
+
+
+class RollCall(NamedTuple):
+    """The words of all ranks, which match. ``leader``: the lowest rank still active; None if all have joined."""
+
+    rolls: tuple[Roll, ...]
+    active: tuple[int, ...]
+
+    @property
+    def leader(self) -> int | None:
+        return self.active[0] if self.active else None
+
+    @property
+    def divisor(self) -> int:
+        """The number of ranks that gradients are divided by."""
+        by_active = bool(self.active) and self.rolls[self.active[0]].joining is Joining.BY_ACTIVE
+        return len(self.active) if by_active else len(self.rolls)
+
+
+OPERATE = Roll(Act.OPERATE, 0, 0, 0, 0).pack()  # the description of the operation follows
+
+
+def unpack(word: bytes) -> Roll:
+    act, joining, step, number, fault, digest = _FORMAT.unpack_from(word)
+    return Roll(Act(act), step, number, fault, digest, Joining(joining))
+
+
+def read_words(words: Sequence[bytes]) -> RollCall:
+    """Read the words of all ranks.
+
+    Raises:
+      DisagreementError: ranks are in different kinds of ``join`` blocks; or the active ranks are not at the same place;
+        or some ranks have joined, and the others do what a joined rank cannot shadow.
+    """
+    rolls = tuple(unpack(word) for word in words)
+    going_on = [rank for rank, roll in enumerate(rolls) if roll.act is not Act.FAILED]  # it may come after its block
+    for rank in going_on:
+        first_of = going_on[0]
+        if rolls[rank].joining is not rolls[first_of].joining:
+            raise _come_apart(f"rank {first_of} is {rolls[first_of].joining}, rank {rank} {rolls[rank].joining}", rank)
+    active = tuple(rank for rank, roll in enumerate(rolls) if roll.act is not Act.SHADOW)
+    if active:
+        first = rolls[active[0]]
+        for rank in active:
+            if _place(rolls[rank]) != _place(first):
+                raise disagreement(rolls, active[0], rank)
+        joined = next((rank for rank, roll in enumerate(rolls) if roll.act is Act.SHADOW), None)
+        if joined is not None and first.act in (Act.BROADCAST, Act.VERIFY):
+            raise disagreement(rolls, active[0], joined)
+    return RollCall(rolls, active)
+
+
+def _place(roll: Roll) -> tuple[Act, int, int]:
+    """Return where a rank is. The step only counts for reductions and failures; a step may fail at any bucket."""
+    number = 0 if roll.act is Act.FAILED else roll.number
+    return roll.act, number, roll.step if roll.act in (Act.REDUCE, Act.AVERAGE, Act.FAILED) else 0
+
+
+def disagreement(rolls: Sequence[Roll], first: int, other: int) -> DisagreementError:
+    """Return the error that says that two of the ranks, whose words these are, are not at the same place."""
+    error = _come_apart(f"rank {first} {rolls[first]}, rank {other} {rolls[other]}", other)
+    error.failed = frozenset(rank for rank, roll in enumerate(rolls) if roll.act is Act.FAILED)
+    return error
+
+
+def _come_apart(how: str, rank: int) -> DisagreementError:
+    return DisagreementError(
+        f"the ranks have come apart: {how}. Nothing of it was reduced. Every rank must take the same steps on the same "
+        "trees of gradients, under no_sync too; ranks with fewer inputs need DataParallel.join(), on every rank, with "
+        "the same arguments. Ranks that have come apart stay apart: make a new DataParallel on every rank; for "
+        "average_gradients and local_sgd, call init again, on every rank.",
+        rank=rank,
+    )
+
+
+def word_of(collectives: Any, text: str) -> bytes:
+    """Return the word that announces an operation. Raises if the collectives refuse further use."""
+    if collectives.refusal is not None:
+        raise collectives.refusal
+    return OPERATE + text.encode()
+
+
+def agree(collectives: Any, text: str, timeout: float, meeting: Meeting | None = None) -> None:
+    """Wait for all ranks to announce this operation. If one does not, refuse all further use of the collectives.
+
+    That rank could still come late, and would then be one operation behind the others.
+
+    Arguments:
+      collectives: the ranks, as seen by one: they have ``members``, ``rank`` and ``refusal``.
+      meeting: that of this operation, if this rank has come to it already.
+
+    Raises:
+      DisagreementError: the ranks announce different operations. All ranks raise it.
+      MissingRanksError: some ranks have not come in time.
+    """
+    with undivided(collectives, text):
+        if meeting is None:
+            meeting = collectives.members.begin(word_of(collectives, text), text)
+        try:
+            words = meeting.wait(timeout)
+        except Exception as error:
+            _refuse(collectives, text, error)
+            raise
+        if all(word == words[0] for word in words):
+            return
+        rolls = [unpack(word) for word in words]
+        elsewhere = next((rank for rank, its in enumerate(rolls) if its.act is not Act.OPERATE), None)
+        if elsewhere is not None:
+            raise disagreement(rolls, collectives.rank, elsewhere)
+        require_same_texts([word[len(OPERATE) :].decode() for word in words])
+
+
+def require_same_texts(said: Sequence[str]) -> None:
+    """Raise DisagreementError unless all ranks say the same of the operation that they are in."""
+    other = next((rank for rank, its in enumerate(said) if its != said[0]), None)
+    if other is not None:
+        raise DisagreementError(
+            f"the ranks are not in the same operation: rank 0 does {said[0]}, rank {other} does {said[other]}. "
+            "Every rank must call the same operations, in the same order, with the same shapes and dtypes.",
+            rank=other,
+        )
+
+
+@contextlib.contextmanager
+def undivided(collectives: Any, text: str) -> Iterator[None]:
+    """Open a block of an operation. If Ctrl-C ends it, refuse further use: the others are at another place in it."""
+    try:
+        yield
+    except Exception:
+        raise
+    except BaseException as error:
+        if collectives.refusal is None:
+            _refuse(collectives, text, error)
+        raise
+
+
+def _refuse(collectives: Any, text: str, error: BaseException) -> None:
+    name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+    why = str(error) if isinstance(error, CollectiveError | WorkerLostError) else f"{name} has ended {text}."
+    collectives.refusal = CollectiveError(
+        f"{text}: these collectives are not used any more, since {why} Make new ones, on every rank."
+    )

@@ -1,0 +1,267 @@
+"""Programs that span the devices of all ranks: each rank gives its own arrays, and gets its own results.
+
+A rank's array is its block of rows of one global array, so no byte is copied. A number has no rows: it travels as an
+array of one.
+"""
+
+import contextlib
+import contextvars
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from jdistgrad import jaxprs
+from jdistgrad.collectives.host_arrays import is_key
+from jdistgrad.errors import LeafError
+from jdistgrad.wire.arrays import as_jax_array
+
+# Takes collectives, the results of a jaxpr, and arguments that the jaxpr does not have; returns a list of results.
+Finish = Callable[..., list[Any]]
+
+NO_MESH = Mesh(np.empty((), object), ())  # for programs of this rank alone, whatever mesh the user has set
+
+# Programs that span processes must be dispatched in the same order on all of them: meeting and dispatch are one.
+in_one_order = threading.RLock()
+
+_traced: contextvars.ContextVar["Span | None"] = contextvars.ContextVar("jdistgrad_span", default=None)
+
+
+class Span:
+    """The devices of the ranks of a group, and this rank's among them."""
+
+    def __init__(self, mesh: Mesh, device: jax.Device):
+        self.mesh, self.size, self.device = mesh, mesh.size, device
+        (self.axis,) = mesh.axis_names
+        self.rows = PartitionSpec(self.axis)
+        self.axes = [(self.axis, self.size)]  # ``jax.make_jaxpr``'s argument ``axis_env``
+        self.compiled: set[Any] = set()  # keys of the programs that have been compiled, the same on all ranks
+        self._sharding, self._here = NamedSharding(mesh, self.rows), SingleDeviceSharding(device)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Open a block in which a program for this span is traced."""
+        token = _traced.set(self)
+        try:
+            yield
+        finally:
+            _traced.reset(token)
+
+    @property
+    def is_traced(self) -> bool:
+        """Return whether a program for the same devices is being traced here."""
+        found = _traced.get()
+        return found is not None and (found is self or found.mesh == self.mesh)
+
+    def shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Return global arrays of which this rank's leaves are its rows."""
+        own = list(leaves)
+        elsewhere = [k for k, leaf in enumerate(own) if not isinstance(leaf, jax.Array) or leaf.sharding != self._here]
+        if elsewhere:
+            moved = jax.device_put([at_home(own[k], self.device) for k in elsewhere], self.device)
+            for k, array in zip(elsewhere, moved, strict=True):
+                own[k] = array
+        odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or lies_oddly(leaf)]
+        make = jax.make_array_from_single_device_arrays
+        rows = _changed(own, odd, _with_rows)
+        return [make((x.shape[0] * self.size, *x.shape[1:]), self._sharding, [x]) for x in rows]
+
+
+def where_it_was(result: jax.Array, before: jax.Array) -> jax.Array:
+    """Return a result with the sharding of an argument that all devices of the rank held, if the shapes are equal."""
+    whole = len(before.devices()) > 1 and before.shape == result.shape
+    return jax.device_put(result, before.sharding) if whole else result
+
+
+def at_home(leaf: Any, device: jax.Device) -> Any:
+    """Return a leaf as programs of this rank take it: of an array that all of its devices hold, the copy on the rank's.
+
+    Raises:
+      LeafError: the array is divided over devices, or lies on another device or on a mesh of one.
+    """
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    devices: set[Any] = leaf.sharding.device_set
+    name = f"{leaf.dtype}{list(leaf.shape)}"
+    if isinstance(leaf.sharding, SingleDeviceSharding):
+        if device in devices or next(iter(devices)).platform != device.platform:
+            return leaf
+    elif not leaf.is_fully_addressable:
+        raise LeafError(
+            f"Devices: {name} is spread over the devices of several processes, expected this rank's own array. "
+            "Programs on such arrays are jax.shard_map's: use collectives.Mesh in them."
+        )
+    elif len(devices) > 1 and device in devices and leaf.is_fully_replicated:
+        return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
+    number = jax.local_devices(backend=device.platform).index(device)
+    raise LeafError(
+        f"Devices: {name} lies on {leaf.sharding}, expected the rank's device, {device}, or copies on all devices of "
+        f"the rank. Use jax.device_put(x, jax.local_devices()[{number}])."
+    )
+
+
+def lies_oddly(array: Any) -> bool:
+    """Return whether the array's layout is not the default.
+
+    XLA compiles for the layouts of arguments. The ranks' programs could then order their reductions differently.
+    """
+    if array.ndim < 2 or next(iter(array.devices())).platform == "tpu":  # TPUs have default layouts of their own
+        return False
+    layout = array.format.layout
+    return layout is not None and layout.major_to_minor != tuple(range(array.ndim))
+
+
+class Form(NamedTuple):
+    """The form of a value that travels as rows.
+
+    ``data``: the type of the value's data, unless these are rows as they are: of a number, or of an array without
+    elements, of which JAX would replicate all rows. ``impl``: that of a random key, whose data travel.
+    """
+
+    data: Any = None
+    impl: Any = None
+
+    def to_rows(self, x: Any) -> jax.Array:
+        if self.data is not None and self.data.size == 0:
+            return jnp.zeros(1, jnp.int8)
+        data = jnp.asarray(x) if self.impl is None else jax.random.key_data(x)
+        return data if self.data is None else data.reshape(1)
+
+    def from_rows(self, x: jax.Array) -> jax.Array:
+        data = x
+        if self.data is not None:
+            data = x.reshape(()) if self.data.size else jnp.zeros(self.data.shape, self.data.dtype)
+        return data if self.impl is None else jax.random.wrap_key_data(data, impl=self.impl)
+
+
+PLAIN = Form()
+
+
+def form_of(x: Any) -> Form:
+    impl = jax.random.key_impl(x) if is_key(x) else None
+    data = jax.eval_shape(jax.random.key_data, x) if impl is not None else jax.typeof(x)
+    return Form(None if data.ndim and data.size else jax.ShapeDtypeStruct(data.shape, data.dtype), impl)
+
+
+@jax.jit
+def _with_rows(leaves: list[Any]) -> list[jax.Array]:
+    return [jnp.copy(form_of(leaf).to_rows(leaf)) for leaf in leaves]  # a copy has the default layout
+
+
+@functools.partial(jax.jit, static_argnames="forms")
+def _without_rows(leaves: list[jax.Array], forms: tuple[Form, ...]) -> list[Any]:
+    return [form.from_rows(x) for form, x in zip(forms, leaves, strict=True)]
+
+
+def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the jaxpr of a function of this rank's arguments, collectives over the ranks in it; its result's tree."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    found: list[Any] = []
+
+    def flat(*leaves: Any) -> list[Any]:
+        args, kwargs = jax.tree.unflatten(tree, leaves)
+        results, structure = jax.tree.flatten(function(*args, **kwargs))
+        found.append(structure)
+        return results
+
+    with span.tracing():
+        return jax.make_jaxpr(flat, axis_env=span.axes)(*leaves), found[0]
+
+
+class Program:
+    """A compiled program that ends with reductions over all ranks, traced on first use and compiled once.
+
+    Arguments:
+      run: the program, jitted. It returns results, and an array that is ready when it has ended.
+      arguments: makes the arguments of ``run`` of this rank's leaves; ``own``: this rank's part of the results.
+      mesh: the program's own mesh, whatever mesh the user has set.
+      compiled_at_once: whether it is compiled when it is traced.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        arguments: Callable[[Sequence[Any]], list[Any]],
+        own: Callable[[Sequence[jax.Array]], list[jax.Array]],
+        mesh: Mesh = NO_MESH,
+        *,
+        compiled_at_once: bool = False,
+    ):
+        self._run, self._arguments, self._own, self._mesh = run, arguments, own, mesh
+        self._at_once, self._traced, self._lowered = compiled_at_once, False, None
+
+    def prepare(self, leaves: Sequence[Any]) -> list[jax.Array]:
+        """Return the arguments of ``launch``; trace the program on first use, which may raise errors of the user."""
+        shared = self._arguments(leaves)
+        if not self._traced:
+            with jax.set_mesh(self._mesh):
+                self._lowered = self._run.lower(*shared)
+            self._traced = True
+        if self._at_once:
+            self.compile()
+        return shared
+
+    def compile(self) -> None:
+        if self._lowered is not None:
+            self._lowered.compile()
+            self._lowered = None
+
+    def forget(self) -> None:
+        """Drop what ``compile`` would need: the ranks' programs differ, so it is not used now."""
+        self._lowered = None
+
+    def launch(self, shared: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+        """Dispatch the program; return this rank's results, and an array that is ready when the program has ended."""
+        with jax.set_mesh(self._mesh):
+            results, done = self._run(*shared)
+        return self._own(results), done
+
+
+def spanning_program(
+    span: Span, closed: Any, like: Sequence[Any], finish: Callable[..., list[Any]], donated: Sequence[int] = ()
+) -> Program:
+    """Return a function of this rank's arrays, compiled into one program with that of all other ranks.
+
+    Arguments:
+      closed: the jaxpr of the function of this rank's arrays, with ``lax`` collectives over the span's axis in it.
+      finish: takes the results of the jaxpr, and the arguments that it does not have; returns a list of results.
+      donated: the places of arguments whose memory may be used for results.
+    """
+    # Constants are arguments: they may differ from rank to rank. A copy, since the program may change them later.
+    constants = [as_jax_array(const) for const in closed.consts]
+    shared_constants, taken = span.shared(constants), [form_of(leaf) for leaf in (*constants, *like)]
+    count, first, given = len(constants), len(closed.jaxpr.invars), list[Form]()
+
+    def on_rows(*rows: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        values = [form.from_rows(x) for form, x in zip(taken, rows, strict=True)]
+        args, rest = values[count : count + first], values[count + first :]
+        results = finish(jaxprs.evaluate(closed.jaxpr, values[:count], args), *rest)
+        given[:] = map(form_of, results)
+        return [form.to_rows(x) for form, x in zip(given, results, strict=True)], jnp.zeros(1, jnp.int8)
+
+    def arguments(leaves: Sequence[Any]) -> list[jax.Array]:
+        return shared_constants + span.shared(leaves)
+
+    def own(results: Sequence[jax.Array]) -> list[Any]:
+        found: list[Any] = [x.addressable_data(0) for x in results]
+        odd = [k for k, form in enumerate(given) if form != PLAIN]
+        return _changed(found, odd, functools.partial(_without_rows, forms=tuple(given[k] for k in odd)))
+
+    spread = jax.shard_map(on_rows, mesh=span.mesh, in_specs=span.rows, out_specs=span.rows, check_vma=False)
+    run = jax.jit(spread, donate_argnums=tuple(count + place for place in donated))
+    return Program(run, arguments, own, span.mesh)
+
+
+def _changed(leaves: list[Any], places: Sequence[int], change: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    """Change the leaves at some places, by a program of this rank."""
+    if places:
+        with jax.set_mesh(NO_MESH):
+            changed = change([leaves[k] for k in places])
+        for k, leaf in zip(places, changed, strict=True):
+            leaves[k] = leaf
+    return leaves

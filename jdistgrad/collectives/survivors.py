@@ -1,0 +1,154 @@
+"""Groups over MPI that go on without ranks that die: the ranks vote after each operation whether all have come through.
+
+When a rank dies, MPI raises an error on some of the others, and not in the same operation on all. Whoever sees one
+revokes the communicator, so that nobody waits any more in an operation that will not end, and all come to the vote. It
+is MPI's agreement (ULFM's ``MPI_Comm_agree``), whose result is the same on all that are alive, also if ranks die
+meanwhile. Only if all ranks are alive and have come through does the operation count; otherwise all shrink the
+communicator to the living, and do the operation again. So nobody uses a result that another rank does not have.
+
+What it costs: the vote, which all ranks come to at about the same time. What it cannot do: ranks that MPI takes to be
+alive, but which do not answer, keep the others from voting; that ends in an error. MPI learns of ranks that are killed,
+so the launcher has those seen as killed that end by themselves (``cli.launch``), and a rank that stands still is killed
+where it can be reached.
+"""
+
+import copy
+import logging
+import os
+import time
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from jdistgrad.collectives.communicators import keep, let_go
+from jdistgrad.collectives.host import HostCollectives
+from jdistgrad.collectives.mpi import MPI
+from jdistgrad.collectives.mpi_in_programs import AT_ONCE
+from jdistgrad.collectives.world import TOLD_SECONDS, is_failure, lost_among, names_of
+from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError
+from jdistgrad.rpc.meetings import Members
+from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
+from jdistgrad.rpc.worker import current_worker, find_worker
+from jdistgrad.wire.polling import poll
+
+ENDING_SECONDS = 5.0  # how long a rank whose step has failed may take to end by that
+UNKNOWN_SECONDS = 10.0  # how long MPI may take a worker to be alive that is known to be lost
+VOTE = -1  # the turn of all votes: ranks come to a vote from different operations
+
+log = logging.getLogger("jdistgrad.data_parallel")
+
+
+def able_to_go_on(collectives: HostCollectives) -> HostCollectives:
+    """Return a twin, which goes on without ranks that die if the world does. Every rank must call it."""
+    worker, twin = find_worker(), collectives.twin()
+    if worker is None or not worker.survives or not isinstance(twin, MPI):
+        return twin
+    return Survivors(twin)
+
+
+class Survivors(MPI):
+    """A group that goes on without ranks that die.
+
+    Attributes:
+      first_ranks: the world ranks of the group as it was made.
+      voting: whether the ranks vote on what they do now. Otherwise an error is the last word, and names the lost rank.
+    """
+
+    voting: bool = True
+
+    def __init__(self, group: MPI):
+        self.__dict__.update(vars(group))
+        self.first_ranks, self._interrupt = self.world_ranks, self.comm.Revoke
+        self._of_programs, self._by_mpi4jax = None, False
+
+    def place_of(self, rank: int) -> int:
+        worker = self.first_ranks[rank]
+        if worker not in self.world_ranks:
+            raise CollectiveError(f"rank {rank} of this group, {names_of([worker])}, is lost: choose one that is left")
+        return self.world_ranks.index(worker)
+
+    def rank_at(self, place: int) -> int:
+        return self.first_ranks.index(self.world_ranks[place])
+
+    def explain(self, error: BaseException | None) -> None:
+        """Add to an error who the ranks are that it names, if some are lost: the others have moved up."""
+        if self.size < len(self.first_ranks) and error is not None and not hasattr(error, "__notes__"):
+            error.add_note(f"The ranks 0 to {self.size - 1} that are left of this group: {names_of(self.world_ranks)}")
+
+    def vote(self, *, whole: bool) -> bool:
+        """Return whether all ranks are alive and vote that an operation is whole: the same on all that are alive.
+
+        Raises:
+          MissingRanksError: some ranks did not come in time.
+          WorkerLostError: a rank is lost, and MPI does not know of it; or a rank will never come.
+        """
+        if not whole:
+            self.comm.Revoke()
+        ballot = np.array([whole], np.int32)
+        entry = CollectiveEntry("a vote on an operation", ("in MPI", self.members.name), VOTE)
+        with WatchedBlock(self.keeper(), entry, self.world_ranks, goes_on=True) as together:
+            try:
+                self._wait_for_vote(self.comm.Iagree(ballot), ballot, together)
+            except Exception as error:
+                if not is_failure(error):
+                    raise
+                return False
+        return bool(ballot[0])
+
+    def _wait_for_vote(self, request: Any, ballot: np.ndarray, together: WatchedBlock) -> None:
+        end = time.monotonic() + AT_ONCE
+        while time.monotonic() < end:
+            if request.Test():
+                return
+            os.sched_yield()
+        known: dict[int, float] = {}
+
+        def check() -> None:
+            """Raise if a rank will never come, or is lost and MPI does not find out."""
+            together.check()
+            _require_to_stay()
+            worker, now = current_worker(), time.monotonic()
+            for rank in lost_among(self.world_ranks):
+                if now - known.setdefault(rank, now) > UNKNOWN_SECONDS:
+                    raise WorkerLostError(
+                        f"{worker.info}: {worker.peers.lost[rank]}, but MPI takes it to be alive, so the others cannot "
+                        "go on without it. Start the job again from its last checkpoint.",
+                        worker=worker.directory.workers[rank],
+                    )
+
+        keep(request, ballot)
+        if not poll(request.Test, self.timeout, check):
+            text = f"a vote on an operation did not end within {self.timeout:g} s. {together.unfinished()}"
+            raise MissingRanksError(text, missing=[], seconds=self.timeout)
+        let_go(request)
+
+    def has_lost_after(self, failed: Collection[int]) -> bool:
+        """Return whether a rank is lost, after a wait for those that an exception in a step may be about to end."""
+        ending = {self.world_ranks[rank] for rank in failed}
+        if ending:
+            poll(lambda: ending <= set(lost_among(self.world_ranks)), ENDING_SECONDS)
+        return bool(ending) and bool(lost_among(self.world_ranks))
+
+    def without_lost(self) -> "Survivors":
+        """Return the group of those that are alive. All of them must call it, after a vote that was not for all."""
+        from mpi4py import MPI as mpi  # noqa: N811
+
+        _require_to_stay()
+        self.comm.Revoke()
+        other, comm = copy.copy(self), self.comm.Shrink()
+        other.rank, other.size, other._interrupt = comm.rank, comm.size, comm.Revoke
+        places = mpi.Group.Translate_ranks(comm.group, range(comm.size), self.comm.group)
+        ranks = tuple(self.world_ranks[place] for place in places)
+        other._begin_on(comm, Members(self.keeper(), ranks, self.members.name))
+        lost, peers = set(self.world_ranks) - set(other.world_ranks), current_worker().peers
+        if lost:
+            poll(lambda: lost <= peers.lost.keys(), TOLD_SECONDS)  # another thread is about to find out
+            log.warning("data-parallel steps go on on %d ranks, without %s", other.size, names_of(sorted(lost)))
+        return other
+
+
+def _require_to_stay() -> None:
+    """Raise if this worker is about to end, which others know: it must not be in the group that they form."""
+    if current_worker().peers.left:
+        raise WorkerLostError("this worker has left the others, which go on without it")

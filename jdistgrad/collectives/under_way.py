@@ -1,0 +1,140 @@
+"""The programs over the devices of all ranks that are under way, and the end of the job if one does not end.
+
+Nothing can be called off inside such a program. A rank that hangs in one keeps all others waiting there, silently.
+"""
+
+import atexit
+import collections
+import contextlib
+import dataclasses
+import math
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad.rpc.watchdog import WatchedBlock
+from jdistgrad.threads import join_soon, started
+
+LOOK_SECONDS = 0.25
+END_SECONDS = 1e-3
+GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them ends the job
+
+
+@dataclasses.dataclass(eq=False)
+class Launch:
+    """A program that this rank has begun.
+
+    ``inputs``: weak references to arrays that this rank may still be computing: that time does not count. ``done``: an
+    array that is ready when the program has ended.
+    """
+
+    what: str
+    block: WatchedBlock
+    timeout: float
+    since: float = dataclasses.field(default_factory=time.monotonic)
+    inputs: Sequence[Callable[[], Any]] = ()
+    done: Any = None
+
+    def has_ended(self) -> bool:
+        return self.done is not None and bool(self.done.is_ready())
+
+    def overdue(self) -> bool:
+        now = time.monotonic()
+        self.inputs = [one for one in self.inputs if _is_awaited(one())]
+        if self.inputs:
+            self.since = now
+        return now - self.since > self.timeout
+
+
+def _is_awaited(array: Any) -> bool:
+    try:
+        return array is not None and not array.is_ready()
+    except RuntimeError:  # deleted: donated to a program
+        return False
+
+
+class UnderWay:
+    """The programs of this process that are under way, in the order of their dispatch. They end in this order too."""
+
+    def __init__(self) -> None:
+        self._launches: collections.deque[Launch] = collections.deque()
+        self._lock = threading.Lock()
+        self._any, self._over = threading.Event(), threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def begin(self, what: str, block: WatchedBlock, inputs: Iterable[Any], timeout: float) -> Launch:
+        """Note a program before it is dispatched. Raises if a rank is lost already."""
+        self._drop_ended()
+        block.__enter__()
+        limit = timeout if block.has_others else math.inf
+        awaited = [weakref.ref(one) for one in inputs if isinstance(one, jax.Array)]
+        launch = Launch(what, block, limit, inputs=awaited)
+        with self._lock:
+            self._launches.append(launch)
+            if self._thread is None:
+                self._thread = started(self._watch, "jdistgrad-devices")
+                atexit.register(self.end)
+        self._any.set()
+        return launch
+
+    def end(self) -> None:
+        """Wait for the programs under way, and end the thread: inside JAX it would abort the ending process."""
+        assert self._thread is not None
+        while any(one.done is not None and not one.has_ended() for one in self._launches.copy()):
+            time.sleep(END_SECONDS)
+        self._over.set()
+        self._any.set()
+        join_soon([self._thread])
+
+    def give_up(self, launch: Launch) -> None:
+        """Forget a program that was not dispatched."""
+        with self._lock:
+            self._launches.remove(launch)
+        launch.block.__exit__()
+
+    def _drop_ended(self) -> None:
+        while True:
+            with self._lock:
+                if not self._launches or not self._launches[0].has_ended():
+                    return
+                launch = self._launches.popleft()
+                if self._launches:  # the program before has ended
+                    self._launches[0].since = time.monotonic()
+            launch.block.__exit__()
+            try:
+                launch.done.block_until_ready()
+            except jax.errors.JaxRuntimeError as error:  # the other ranks wait in it for ever
+                if launch.block.has_others:
+                    end_job(launch, f"{launch.what}, a program over the devices of all ranks, failed: {error}")
+
+    def _watch(self) -> None:
+        while self._any.wait() and not self._over.wait(LOOK_SECONDS):
+            self._drop_ended()
+            with self._lock:
+                first = self._launches[0] if self._launches else None
+                if first is None:
+                    self._any.clear()
+            if first is None or not first.overdue():
+                continue
+            who, what = first.block.worker.info, first.what
+            text = f"{who} has waited {first.timeout:g} s for {what}, a program over all devices. "
+            with contextlib.suppress(Exception):  # nobody reads, or answers, any more
+                print(f"jdistgrad: {text}{first.block.unfinished()}", file=sys.stderr, flush=True)
+            time.sleep(GRACE_SECONDS)
+            if not first.has_ended():
+                end_job(first, f"{first.what} did not end within {first.timeout:g} s")
+            first.timeout = math.inf
+
+
+def end_job(launch: Launch, cause: str) -> None:
+    """End the job: the other participants cannot be reached otherwise."""
+    worker = launch.block.worker
+    worker.end_job(f"{worker.info}: {cause}")
+
+
+under_way = UnderWay()

@@ -1,0 +1,314 @@
+"""Steps driven from Python, in segments or whole, and reduced by a thread of their own."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jdistgrad._compat import trace_context
+from jdistgrad.collectives import host_arrays
+from jdistgrad.collectives.host import HostCollectives
+from jdistgrad.collectives.leaves import describe, flatten, index_dimensions, is_sparse
+from jdistgrad.collectives.roll_call import Act, Joining
+from jdistgrad.collectives.survivors import able_to_go_on
+from jdistgrad.data_parallel.agreement import Terms, bit_digests
+from jdistgrad.data_parallel.averages import require_rows
+from jdistgrad.data_parallel.hooks import Hook, require_states
+from jdistgrad.data_parallel.program import Programs, Trace, readiness
+from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
+from jdistgrad.data_parallel.reduction import Communication, Reduction
+from jdistgrad.data_parallel.rules import BucketPlan, Handling, Rules
+from jdistgrad.data_parallel.segments import Segmented
+from jdistgrad.data_parallel.statistics import Statistics, after_step
+from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
+from jdistgrad.rpc.functions import Args, Kwargs
+from jdistgrad.rpc.handles import is_handle, without_handles
+
+WIDE = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
+
+
+class Join:
+    """A block of steps of which this rank may take fewer than the others; see ``DataParallel.join``."""
+
+    def __init__(self, shadow: Callable[[], int], broadcast: Callable[[Any, int], Any]):
+        self._shadow, self._broadcast = shadow, broadcast
+        self.finished = False
+
+    def finish(self, tree: Any) -> Any:
+        """Declare that this rank has run out, shadow the others, and return the model of the last active rank.
+
+        Every rank must call it once, inside the ``with`` block, after its last step.
+
+        Arguments:
+          tree: this rank's parameters and the rest of its model (optimizer state, batch statistics).
+
+        Returns:
+          The tree of the last rank to run out.
+        """
+        if self.finished:
+            raise CollectiveError("join: finish was called twice in one block; call it once, after the last step.")
+        self.finished = True
+        return self._broadcast(tree, self._shadow())
+
+
+class Driver:
+    """The steps of a rank. Every rank must make a driver, and call its methods in the same order."""
+
+    def __init__(self, collectives: HostCollectives, rules: Rules, *, goes_on: bool = True):
+        adjusted = collectives.adjusted(timeout=rules.timeout, meets_in_programs=collectives.meets_in_programs)
+        twin = able_to_go_on(adjusted) if goes_on else adjusted.twin()  # a channel of its own
+        self._rules, self.reducer = rules, Reducer(twin, rules)
+        self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
+        self._plans: dict[Any, BucketPlan] = {}
+        self._noted: dict[Any, list[bool]] = {}  # by structure, the parameters used by steps since the last average
+        self.statistics = Statistics(hook=rules.hook.name if rules.hook else "none", bucket_cap_mb=rules.bucket_cap_mb)
+        self.used: Any = None
+
+    @property
+    def refuses(self) -> bool:
+        """Return whether there will be no more steps, as far as this rank knows: the ranks have come apart, or will.
+
+        Where the step of all ranks has failed there would be, but all say so then.
+        """
+        self._thread.finish()
+        return self.reducer.broken is not None or bool(self.reducer.announced)
+
+    @property
+    def joining(self) -> bool:
+        """True in a ``join`` block that has not ended for all ranks."""
+        return self.reducer.joining is not Joining.NONE
+
+    # The model.
+
+    def broadcast(self, tree: Any, root: int) -> Any:
+        leaves, structure = jax.tree.flatten(tree)
+        terms, memories = self._on_host(tree)
+        found = self._thread.run(self.reducer.broadcast, terms, memories, root)
+        return jax.tree.unflatten(structure, map(host_arrays.like, found, leaves))
+
+    def verify(self, tree: Any) -> None:
+        self._thread.run(self.reducer.verify, *self._on_host(tree))
+
+    def mean(self, tree: Any) -> Any:
+        return self._thread.run(self.reducer.mean, tree)
+
+    def _on_host(self, tree: Any) -> tuple[Terms, list[np.ndarray]]:
+        described, leaves = describe(tree, whole=False), jax.tree.leaves(tree)
+        memories = list(map(host_arrays.to_host, leaves))
+        terms = self._rules.terms(tree)._replace(
+            leaves=tuple(one._replace(dtype=m.dtype) for one, m in zip(described, memories, strict=True))
+        )
+        for k, (leaf, memory) in enumerate(zip(leaves, memories, strict=True)):
+            if not memory.ndim and memory.dtype in WIDE:  # a single number travels as wide as Python's
+                memories[k] = np.array(leaf if type(leaf) in host_arrays.NUMBERS else memory, WIDE[memory.dtype])
+        return terms, memories
+
+    # Steps.
+
+    def step(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
+        with self._telling_failures():
+            program = self._compiled(programs, args, kwargs, overlap=overlap)
+        return self._taken(program, args, kwargs)
+
+    @contextlib.contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Open a block before a step. If this rank fails there, alone, by its loss or a leaf, tell the others."""
+        try:
+            yield
+        except (CollectiveError, WorkerLostError):
+            raise  # the ranks have met: the others know
+        except Exception:
+            self.abandon()
+            raise
+
+    def _compiled(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> Any:
+        """Return the plan of a step, its trace, and the step in segments: with ``overlap`` one for each bucket."""
+
+        def make(traced: Trace) -> tuple[BucketPlan, Trace, Segmented]:
+            plan = self._agree_on_model(traced)
+            groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
+            segmented = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
+            return plan, traced._replace(closed=None, parameters=()), segmented  # it is kept; the parameters go
+
+        return programs.find(args, kwargs, overlap, make)
+
+    def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        plan, traced, segmented = program
+
+        def compute(reduction: Reduction) -> Any:
+            leaves = without_handles(jax.tree.leaves((args, kwargs)))
+            return jax.tree.unflatten(traced.results, segmented(leaves, reduction.launch))
+
+        return self._reduced(plan, traced.gradients, compute, traced.used)[:2]
+
+    def _reduced(
+        self,
+        plan: BucketPlan,
+        structure: Any,
+        compute: Callable[[Reduction], Any],
+        used: Sequence[bool] | None = None,
+        act: Act = Act.REDUCE,
+        **unusual: Any,
+    ) -> tuple[Any, Any, Handling]:
+        """Return what a function computes that launches all gradients of a reduction; their averages; their handling.
+
+        If a rank dies meanwhile, all this is done again without it.
+        """
+        while True:
+            before = self.reducer.step
+            handling = self._handling(plan, act, **unusual)
+            reduction = Reduction(self.reducer, self._thread, plan, handling, self._sharing(structure, used))
+            try:
+                results = compute(reduction)
+                reduction.end()
+            except BaseException:
+                if reduction.is_launched:  # the others need nothing more of this rank's gradients
+                    reduction.end()
+                else:
+                    reduction.abandon()
+                raise
+            try:
+                averages = reduction.finish()
+            except UnfinishedError:
+                handling.put_back()
+                self.reducer.step = before
+                continue
+            except NonFiniteError:
+                self._take_noted(structure)  # nothing comes of the steps without averaging before
+                raise
+            self._note(plan, structure, handling, reduction.found)
+            return results, jax.tree.unflatten(structure, averages), handling
+
+    def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+        """Take a step without averaging; return the value, and this rank's own gradients."""
+        results: tuple[Any, Any] = programs.local(*args, **kwargs)
+        if self._rules.find_unused_parameters:  # and the step has not failed
+            structure, used = programs.find(args, kwargs, "usage", lambda traced: (traced.gradients, traced.used))
+            self._noted[structure] = self._take_noted(structure, used)
+        return results
+
+    def average(self, gradients: Any) -> Any:
+        """Return the average of a tree of gradients, which is not overwritten."""
+        return self._average(gradients, self.plan_for(gradients))[0]
+
+    def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
+        """Return the average by a hook whose states (one for each bucket) the caller keeps, and the new states."""
+        plan = self.plan_for(gradients)
+        if hook is not None:
+            require_states(hook, states, plan.buckets)
+        averages, handling = self._average(gradients, plan, hook=hook, states=dict(enumerate(states)))
+        return averages, [handling.states[number] for number in range(len(states))]
+
+    def _average(self, gradients: Any, plan: BucketPlan, **unusual: Any) -> tuple[Any, Handling]:
+        leaves, structure = flatten(gradients)
+
+        def compute(reduction: Reduction) -> None:
+            reduction.launch([as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
+
+        return self._reduced(plan, structure, compute, act=Act.AVERAGE, **unusual)[1:]
+
+    def reduction(self, like: Any) -> Reduction:
+        plan = self.plan_for(like)
+        return Reduction(self.reducer, self._thread, plan, self._handling(plan))
+
+    def abandon(self) -> None:
+        """Begin the next step and give it up at once."""
+        self.reducer.step += 1
+        self._thread.submit(self.reducer.abandon, self.reducer.step, 0)
+
+    def _handling(self, plan: BucketPlan, act: Act = Act.REDUCE, **unusual: Any) -> Handling:
+        self.reducer.step += 1
+        return dataclasses.replace(self.reducer.default_handling(plan, act), **unusual)
+
+    def _sharing(self, structure: Any, used: Sequence[bool] | None) -> Callable[[], Any] | None:
+        """Return what shares, on the thread, which parameters this rank has used; None if nobody asks.
+
+        It returns the group that has shared them, and which any rank has used.
+        """
+        if not self._rules.find_unused_parameters:
+            return None
+
+        def share() -> tuple[HostCollectives, np.ndarray]:
+            group = self.reducer.collectives  # that of the averages: a rank may die in what follows
+            return group, self.reducer.share_used(self._take_noted(structure, used))
+
+        return share
+
+    def _take_noted(self, structure: Any, used: Sequence[bool] | None = None) -> list[bool]:
+        """Return which parameters this step, if any, and the steps noted since the last average have used; forget them.
+
+        Without any such step every parameter counts as used.
+        """
+        noted = self._noted.pop(structure, None)
+        if used is None:
+            return noted or [True] * structure.num_leaves
+        return [a or b for a, b in zip(noted or [False] * len(used), used, strict=True)]
+
+    def _note(self, plan: BucketPlan, structure: Any, handling: Handling, shared: Any) -> None:
+        """Update ``used`` and ``statistics`` after a step. ``shared``: by the function of ``_sharing``."""
+        group, used = shared or (self.reducer.collectives, None)
+        unused: list[str] = []
+        if used is not None:
+            self.used = jax.tree.unflatten(structure, used.tolist())
+            unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, used, strict=True) if not flag]
+        rank, size = group.rank_at(group.rank), group.size
+        self.statistics = after_step(self.statistics, plan, handling, unused, rank, size)
+
+    # Agreement.
+
+    def _agree_on_model(self, traced: Trace) -> BucketPlan:
+        avals = traced.closed.out_avals[: traced.gradients.num_leaves]
+        like = jax.tree.unflatten(traced.gradients, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
+        self._rules.require_sparse_paths(like)
+        order = readiness(traced.closed, traced.gradients.num_leaves)
+        digests = bit_digests(traced.parameters) if self._rules.check_parameters else None
+        return self._agree(self._rules.terms(like, traced.static), order, digests)
+
+    def plan_for(self, tree: Any) -> BucketPlan:
+        with self._telling_failures():
+            leaves, structure = flatten(tree)
+            key = kind_of(leaves, structure)
+            if key not in self._plans:
+                self._plans[key] = self._agree(self._rules.terms(tree), None)
+            return self._plans[key]
+
+    def _agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None = None) -> BucketPlan:
+        plan = self.reducer.plans.get(terms.digest())
+        if plan is None:
+            plan = self._thread.run(self.reducer.agree, terms, order, digests)
+        self._rules.require_averages(plan.terms.leaves)  # only now: another rank's leaf may have been a number
+        return plan
+
+    # Uneven inputs.
+
+    @contextlib.contextmanager
+    def join(self, joining: Joining) -> Iterator[Join]:
+        join = Join(lambda: self._thread.run(self.reducer.shadow), self.broadcast)
+        before = self.reducer.enter(joining)
+        try:
+            yield join
+            if not join.finished:  # it shadows the others, and broadcasts nothing
+                join.finished = True
+                self._thread.run(self.reducer.shadow)
+        finally:
+            self.reducer.enter(before)
+
+
+def as_gradient(path: str, leaf: Any) -> Any:
+    if is_sparse(leaf):
+        require_rows(path, leaf)
+        return leaf
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
+    """Return a key that is equal for trees of gradients that have one plan."""
+    kinds = []
+    for leaf in leaves:
+        is_array = hasattr(leaf, "dtype") and not is_handle(leaf)
+        kinds.append((leaf.shape, leaf.dtype, index_dimensions(leaf)) if is_array else type(leaf))
+    return structure, trace_context(), tuple(kinds)

@@ -1,0 +1,354 @@
+"""A rank's collective work: agreeing on a plan, averaging its buckets, shadowing the others' steps.
+
+Every method runs on the communication thread and begins with a roll call of all ranks.
+"""
+
+import contextlib
+import copy
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from jdistgrad.collectives import roll_call
+from jdistgrad.collectives.host import HostCollectives
+from jdistgrad.collectives.leaves import is_sparse
+from jdistgrad.collectives.roll_call import Act, Joining, Roll, RollCall
+from jdistgrad.collectives.survivors import Survivors
+from jdistgrad.data_parallel import averages
+from jdistgrad.data_parallel.agreement import (
+    Terms,
+    require_agreement,
+    require_same_bits,
+    require_same_parameters,
+)
+from jdistgrad.data_parallel.buckets import Bucket
+from jdistgrad.data_parallel.rules import BucketPlan, Handling, Rules
+from jdistgrad.data_parallel.statistics import Span
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError, WorkerLostError
+from jdistgrad.rpc.meetings import Meeting
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class UnfinishedError(WorkerLostError):
+    """An operation is not whole, since a rank has died. The others have done without it since, and may begin again."""
+
+
+def whole(method: F) -> F:
+    """Make a method of a reducer an operation that is whole on every rank, or is done again if a rank has died."""
+
+    @functools.wraps(method)
+    def run(reducer: Any, *args: Any) -> Any:
+        while True:
+            error, found, before = None, None, reducer.step
+            try:
+                found = method(reducer, *args)
+            except Exception as failure:
+                error = failure
+            if not reducer.vote(error):
+                reducer.step = before
+            elif error is not None:
+                raise error
+            else:
+                return found
+
+    return run  # type: ignore[return-value]
+
+
+class Reducer:
+    """A rank's part in the reductions of a group."""
+
+    def __init__(self, collectives: HostCollectives, rules: Rules):
+        self.collectives, self.rules = collectives, rules
+        self.plans: dict[int, BucketPlan] = {}
+        self.states: dict[int, dict[int, Any]] = {}
+        self.joining = Joining.NONE  # the kind of ``join`` block that this rank is in
+        self.step = 0
+        self.last_active: tuple[int, ...] = (0,)
+        self.broken: CollectiveError | WorkerLostError | None = None
+        self.announced: list[Meeting] = []  # failures: the words for them are not read yet
+        self.failed = 0  # the last step that this rank has announced as failed
+        self._told = ""  # the last failure of others that the ranks have voted on
+        self._scratch = averages.Scratch()
+
+    # Meeting.
+
+    def _meet(self, mine: Roll, terms: Terms | None = None) -> RollCall:
+        """Hold a roll call with this rank's word. ``terms``: those of the tree that this rank comes with."""
+        with self._breaking():
+            while self.announced:
+                roll_call.read_words(self.announced.pop(0).wait(self.rules.timeout))
+            words = self._announce(mine).wait(self.rules.timeout)
+        try:
+            self._require_same_terms(words, terms)
+        except DisagreementError:
+            self.step = max(roll_call.unpack(word).step for word in words)  # from which ranks that go on must go on
+            raise
+        with self._breaking():
+            call = roll_call.read_words(words)
+        self.last_active = call.active or self.last_active
+        return call
+
+    def _announce(self, mine: Roll) -> Meeting:
+        return self.collectives.members.begin(mine.pack(), f"rank {self.collectives.rank} {mine}")
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """Refuse all later meetings once ranks came apart or did not come: reductions would no longer match."""
+        if self.broken is not None:
+            raise copy.copy(self.broken)
+        try:
+            yield
+        except (DisagreementError, MissingRanksError, WorkerLostError) as error:
+            self.broken = copy.copy(error)  # without the traceback, whose frames may hold references to this
+            raise
+
+    @contextlib.contextmanager
+    def telling(self, step: int, bucket: int) -> Iterator[None]:
+        """Announce a failure of this rank alone to the others, which would wait for it."""
+        try:
+            with self._breaking():
+                yield
+        except BaseException:
+            if self.broken is None:
+                self.fail(step, bucket)
+            raise
+
+    def enter(self, kind: Joining) -> Joining:
+        """Enter a kind of ``join`` block, or leave it; return the kind before."""
+        before, self.joining = self.joining, kind
+        if isinstance(self.collectives, Survivors):
+            self.collectives.voting = self.votes
+        return before
+
+    # Going on without ranks that die.
+
+    @property
+    def votes(self) -> bool:
+        """Return whether the ranks vote after each operation. In ``join`` blocks they shadow each other instead."""
+        return isinstance(self.collectives, Survivors) and self.joining is Joining.NONE
+
+    def vote(self, error: BaseException | None) -> bool:
+        """Return whether an operation is whole on every rank; if not, go on without those lost. All ranks come to it.
+
+        Arguments:
+          error: the error with which the operation has failed here.
+        """
+        group = self.collectives
+        if isinstance(group, Survivors) and isinstance(error, CollectiveError | NonFiniteError):
+            group.explain(error)
+        if not self.votes or not isinstance(group, Survivors):
+            return True
+        failed = frozenset[int]()  # the other ranks whose failure has ended this operation: they vote on each once
+        if isinstance(error, DisagreementError) and group.rank not in error.failed and str(error) != self._told:
+            self._told, failed = str(error), error.failed
+        if isinstance(self.broken, CollectiveError) and not failed:
+            return True
+        try:
+            if group.vote(whole=not isinstance(error, WorkerLostError) and not group.has_lost_after(failed)):
+                return True
+            self.collectives = group.without_lost()
+        except (WorkerLostError, MissingRanksError) as failure:
+            self.broken = CollectiveError(f"these steps do not go on any more: {failure}")
+            raise
+        self.broken, self.failed = None, 0
+        self.announced.clear()
+        return False
+
+    def abandon(self, step: int, bucket: int) -> None:
+        """Announce a failure of this rank alone, in the group as it is after the loss of a rank too."""
+        error = None
+        try:
+            self.fail(step, bucket)
+        except WorkerLostError as lost:
+            error = lost
+        if not self.vote(error):
+            self.abandon(step, bucket)
+
+    def fail(self, step: int, bucket: int) -> None:
+        """Announce, once, that this rank's step has failed. The others' words are read before the next meeting."""
+        if step > self.failed:
+            self.failed = step
+            self.announced.append(self._announce(Roll(Act.FAILED, step, bucket, 0, 0)))
+
+    def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
+        """Raise on every rank, before anything is reduced, if ranks come with different trees."""
+        active = {r: roll for r, roll in enumerate(map(roll_call.unpack, words)) if roll.act is not Act.SHADOW}
+        begin = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.number == 0 for roll in active.values())
+        comparable = begin or len({(roll.act, roll.number) for roll in active.values()}) == 1
+        if not comparable or len({roll.digest for roll in active.values()}) <= 1:
+            return
+        terms = self.collectives.gather_objects(mine)
+        require_agreement({rank: terms[rank] for rank in active})
+
+    def _roll(self, act: Act, number: int = 0, digest: int = 0) -> Roll:
+        """Return this rank's word for an action that has no handling of its own."""
+        return Roll(act, self.step, number, 0, digest, self.joining)
+
+    # The operations.
+
+    @whole
+    def agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None) -> BucketPlan:
+        """Agree on the plan for a new tree. Raise DisagreementError if other ranks differ.
+
+        Arguments:
+          digests: those of the parameters, which are to be the same on all ranks; None: they need not be.
+        """
+        call = self._meet(self._roll(Act.AGREE, digest=terms.digest()), terms)
+        return self._share_plan(call, terms, order, digests)
+
+    def _share_plan(
+        self, call: RollCall, terms: Terms | None, order: Sequence[int] | None, digests: Sequence[int] | None = None
+    ) -> BucketPlan:
+        """Make the plan from the lowest active rank's tree and order, which joined ranks learn here too.
+
+        Raises:
+          DisagreementError: a rank's settings differ, so it would plan or reduce differently; or its parameters.
+        """
+        assert call.leader is not None
+        leads = call.leader == self.collectives.rank
+        told = self.collectives.gather_objects((self.rules.settings, (terms, order) if leads else None, digests))
+        terms, order = told[call.leader][1]
+        assert terms is not None
+        require_agreement({rank: terms._replace(settings=settings) for rank, (settings, *_) in enumerate(told)})
+        require_same_parameters(terms.leaves, {rank: each for rank, (*_, each) in enumerate(told) if each is not None})
+        plan = self.rules.plan(terms, order)
+        self.plans[plan.digest] = plan
+        return plan
+
+    def meet(self, plan: BucketPlan, handling: Handling, program: int = 0) -> bool:
+        """Meet before a program that reduces all buckets of a plan; return whether all ranks have the same program.
+
+        Arguments:
+          program: the digest of this rank's program.
+        """
+        mine = Roll(handling.act, handling.step, 0, program, plan.digest, handling.joining)
+        return len({roll.fault for roll in self._meet(mine, plan.terms).rolls}) == 1
+
+    def average(
+        self, plan: BucketPlan, number: int, gradients: Sequence[Any], handling: Handling, *, overwrite: bool
+    ) -> list[Any]:
+        """Average a bucket. ``overwrite``: averages may be written over the gradients."""
+        bucket = plan.buckets[number]
+        with self.telling(handling.step, number):
+            own = jax.block_until_ready(list(gradients))
+            ready = time.perf_counter()
+            fault = averages.first_not_finite(own) if self.rules.check_finite else 0
+        mine = Roll(handling.act, handling.step, number, fault, plan.digest, handling.joining)
+        call = self._meet(mine, plan.terms)
+        self.require_finite(bucket, [roll.fault for roll in call.rolls])
+        met = time.perf_counter()
+        with self.telling(handling.step, number):
+            averaged = self._averaged(bucket, own, handling, call.divisor, overwrite=overwrite)
+        handling.spans.append(Span(number, ready, met, time.perf_counter()))
+        return averaged
+
+    def _averaged(
+        self, bucket: Bucket, gradients: list[Any], handling: Handling, divisor: int, *, overwrite: bool
+    ) -> list[Any]:
+        if bucket.sparse:
+            gradient, shape = gradients[0], bucket.slots[0].shape
+            if is_sparse(gradient):
+                return [averages.reduce_sparse(gradient, shape, bucket.dtype, divisor, self.collectives)]
+            table = np.array(gradient, order="C")
+            averages.reduce_rows(table, shape, divisor, self.collectives)
+            return [jax.device_put(table, gradient.sharding)]
+        if handling.hook is None:
+            return averages.average_in_chunks(
+                bucket, gradients, divisor, self.collectives, self._scratch, overwrite=overwrite
+            )
+        if bucket.index not in handling.states:
+            handling.states[bucket.index] = handling.hook.init(bucket)
+        averaged, handling.states[bucket.index] = averages.with_hook(
+            handling.hook, bucket, gradients, handling.states[bucket.index], divisor, self.collectives
+        )
+        return averaged
+
+    def default_handling(self, plan: BucketPlan, act: Act) -> Handling:
+        """Return the default handling of gradients: by the hook of the rules, with states kept for each plan."""
+        return Handling(self.step, self.rules.hook, self.states.setdefault(plan.digest, {}), act, self.joining)
+
+    def require_finite(self, bucket: Bucket, faults: Sequence[int]) -> None:
+        """Raise NonFiniteError for the first fault in a bucket, given that of each rank."""
+        for rank, fault in enumerate(faults):
+            if fault:
+                slot = bucket.slots[fault - 1]
+                raise NonFiniteError(
+                    f"step {self.step}: the gradient of {slot.path} on rank {rank} holds NaN or infinity (bucket "
+                    f"{bucket.index}); no rank has its average. Look at that rank's loss and inputs.",
+                    rank=rank,
+                    path=slot.path,
+                )
+
+    @whole
+    def share_used(self, used: Sequence[bool]) -> np.ndarray:
+        """Return which parameters any rank used. Ranks that have joined used none."""
+        self._meet(self._roll(Act.USED, len(used)))
+        by_any = np.array(used, np.uint8)
+        self.collectives.reduce_in_place(by_any, "max")
+        return by_any.astype(bool)
+
+    @whole
+    def broadcast(self, terms: Terms, memories: list[np.ndarray], root: int) -> list[np.ndarray]:
+        root = self.collectives.place_of(root)
+        self._meet(self._roll(Act.BROADCAST, root, terms.digest()), terms)
+        for memory in memories:
+            self.collectives.broadcast_in_place(memory, root)
+        return memories
+
+    @whole
+    def mean(self, tree: Any) -> Any:
+        return self.collectives.allreduce(tree, "mean")
+
+    @whole
+    def verify(self, terms: Terms, memories: Sequence[np.ndarray]) -> None:
+        self._meet(self._roll(Act.VERIFY, digest=terms.digest()), terms)
+        require_same_bits(terms.leaves, memories, self.collectives.gather_objects)
+
+    # Joining.
+
+    def shadow(self) -> int:
+        """Do what the others do, with zeros, until all have joined. Return the last rank that was active.
+
+        A bucket that is not finite does not end the shadowing: the others raise the error, and may go on.
+        """
+        handling: Handling | None = None
+        while True:
+            call = self._meet(self._roll(Act.SHADOW))
+            if call.leader is None:
+                self.enter(Joining.NONE)
+                return self.collectives.rank_at(max(self.last_active))
+            lead = call.rolls[call.leader]
+            self.step = max(self.step, lead.step)
+            if lead.act is Act.AGREE:
+                self._share_plan(call, None, None)
+            elif lead.act in (Act.REDUCE, Act.AVERAGE):
+                with self.telling(lead.step, lead.number):
+                    plan = self.plans[lead.digest]
+                    if handling is None or lead.number == 0:
+                        handling = self.default_handling(plan, Act.REDUCE)
+                        handling.remember()
+                    self._shadow_bucket(plan, lead.number, call, handling)
+            elif lead.act is Act.USED:
+                self.collectives.reduce_in_place(np.zeros(lead.number, np.uint8), "max")
+            elif lead.act is not Act.FAILED:
+                raise roll_call.disagreement(call.rolls, self.collectives.rank, call.leader)
+            elif handling is not None and handling.step == self.step:  # the others raise the error, and may go on
+                handling.put_back()
+
+    def _shadow_bucket(self, plan: BucketPlan, number: int, call: RollCall, handling: Handling) -> None:
+        bucket = plan.buckets[number]
+        if any(roll.fault for roll in call.rolls):
+            handling.put_back()
+            return
+        if self.rules.hook is None and not bucket.sparse:
+            averages.zeros(bucket, self.collectives, self._scratch)
+        elif plan.terms.leaves[bucket.slots[0].index].sparse:
+            averages.reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, call.divisor, self.collectives)
+        else:
+            nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
+            self._averaged(bucket, nothing, handling, call.divisor, overwrite=True)

@@ -1,0 +1,221 @@
+"""The reduction of a step, as the computing thread sees it: gradients go in as they become ready, averages come out.
+
+The buckets are reduced by the communication thread, one for each DataParallel, so that its collectives have one order.
+"""
+
+import concurrent.futures
+import contextlib
+import queue
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from jdistgrad._compat import configured
+from jdistgrad.collectives.host_arrays import as_set, settings
+from jdistgrad.collectives.leaves import Leaf, index_dimensions
+from jdistgrad.collectives.roll_call import Act
+from jdistgrad.data_parallel.averages import require_rows
+from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
+from jdistgrad.data_parallel.rules import BucketPlan, Handling
+from jdistgrad.errors import CollectiveError, LeafError
+from jdistgrad.threads import join_soon, started
+from jdistgrad.wire import pinned
+from jdistgrad.wire.interrupts import InterruptibleFuture
+
+
+class Communication:
+    """A thread that runs functions one after the other. It ends when this object is gone."""
+
+    def __init__(self, name: str):
+        self._tasks: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._latest: Callable[[], concurrent.futures.Future[Any] | None] = lambda: None
+        # The thread computes on its maker's device: a local worker has a device of its own.
+        thread = started(_serve, name, self._tasks, configured("jax_default_device"))
+        weakref.finalize(self, _end, self._tasks, thread)
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+        future = InterruptibleFuture[Any]()
+        self._tasks.put((future, settings(), function, args))
+        self._latest = weakref.ref(future)  # the result may be large
+        return future
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.submit(function, *args).result()
+
+    def finish(self) -> None:
+        """Wait until the thread has run all that it was given."""
+        latest = self._latest()
+        if latest is not None:  # else it has been run, and nobody waits for its result
+            latest.exception()
+
+
+def _end(tasks: "queue.SimpleQueue[Any]", thread: threading.Thread) -> None:
+    tasks.put(None)
+    join_soon([thread])
+
+
+def _serve(tasks: "queue.SimpleQueue[Any]", device: Any) -> None:
+    with jax.default_device(device) if device is not None else contextlib.nullcontext():
+        while (task := tasks.get()) is not None:
+            future, chosen, function, args = task
+            try:
+                with as_set(chosen):
+                    future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+            del task, future, chosen, function, args
+
+
+class Reduction:
+    """The reduction of one step's gradients.
+
+    Gradients come in any order; buckets are launched strictly in the order of the plan. Launching by arrival would pair
+    different buckets on different ranks: silently wrong sums where the buckets' sizes are equal.
+
+    Unless they were given (``handling.act``), the gradients are overwritten: nobody else must hold them.
+
+    Arguments:
+      then: what the ranks do together as soon as they have the averages, whether or not this one still waits.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        thread: Communication,
+        plan: BucketPlan,
+        handling: Handling,
+        then: Callable[[], Any] | None = None,
+    ):
+        self.handling = handling
+        self._reducer, self._thread, self._plan, self._then = reducer, thread, plan, then
+        self._end: concurrent.futures.Future[bool] | None = None
+        self.found: Any = None  # by ``then``
+        self._gradients: list[Any] = [None] * len(plan.terms.leaves)
+        self._launched: list[concurrent.futures.Future[Any]] = []
+        self._missing = [len(bucket.slots) for bucket in plan.buckets]
+        self._came: set[int] = set()  # of ``ready``
+        self._failed = False
+
+    @property
+    def is_launched(self) -> bool:
+        """Return whether the others need nothing more of this rank's gradients."""
+        return len(self._launched) == len(self._plan.buckets)
+
+    def launch(self, gradients: Sequence[Any]) -> None:
+        """Launch the next buckets, given all their gradients in the plan's order. Nothing is checked."""
+        start = 0
+        while start < len(gradients):
+            number = len(self._launched)
+            end = start + len(self._plan.buckets[number].slots)
+            own = gradients[start:end]
+            in_host_memory = self.handling.hook is None and not self._plan.buckets[number].sparse
+            copies = pinned.copies(own) if in_host_memory else None
+            places = [gradient.sharding for gradient in own] if copies is not None else None
+            self._launched.append(self._thread.submit(self._average, number, own if copies is None else copies, places))
+            start = end
+
+    def ready(self, leaf: int, gradient: Any) -> None:
+        """Give the gradient of a leaf, by its place in ``jax.tree.leaves``. Leaves may come in any order."""
+        self._check(leaf, gradient)
+        self._came.add(leaf)
+        self._gradients[leaf] = gradient
+        self._missing[self._plan.bucket_of[leaf]] -= 1
+        while not self.is_launched and self._missing[len(self._launched)] == 0:
+            slots = self._plan.buckets[len(self._launched)].slots
+            taken = [self._gradients[slot.index] for slot in slots]
+            for slot in slots:
+                self._gradients[slot.index] = None
+            self.launch(taken)
+
+    def _check(self, leaf: int, gradient: Any) -> None:
+        leaves = self._plan.terms.leaves
+        if not (isinstance(leaf, int) and 0 <= leaf < len(leaves)):
+            raise LeafError(f"ready: there is no leaf {leaf!r}; this tree has {len(leaves)}, counted from 0")
+        if leaf in self._came:
+            raise LeafError(
+                f"the gradient of {leaves[leaf].path} (leaf {leaf}) was marked ready twice in one step. Each gradient "
+                "is reduced once: sum the parts first.",
+                path=leaves[leaf].path,
+            )
+        expected, sparse = leaves[leaf], index_dimensions(gradient)
+        is_array = isinstance(gradient, jax.Array) or sparse
+        if not is_array or (gradient.shape, gradient.dtype, sparse) != expected[1:]:
+            found = Leaf("", gradient.shape, gradient.dtype, sparse) if is_array else type(gradient).__name__
+            raise LeafError(
+                f"ready: the gradient of {expected.path} is {found}, expected a JAX array {expected}, which is "
+                "overwritten with the average",
+                path=expected.path,
+            )
+        if sparse:
+            require_rows(expected.path, gradient)
+
+    def abandon(self) -> None:
+        """Give up the remaining gradients: announce that to the other ranks, after the buckets already launched."""
+        launched = len(self._launched)
+
+        def give_up() -> None:
+            self.handling.put_back()
+            self._reducer.abandon(self.handling.step, launched)
+
+        self._thread.submit(give_up)
+
+    def end(self) -> None:
+        """Let the others end the step, also if this rank does not wait for it."""
+        if self._end is None and (self._then is not None or self._reducer.votes):
+            self._end = self._thread.submit(self._ended)
+
+    def finish(self) -> list[Any]:
+        """Wait for every bucket; return the averaged gradients, by leaf.
+
+        Raises:
+          UnfinishedError: a rank has died meanwhile; begin again.
+        """
+        if not self.is_launched:
+            missing = [leaf.path for k, leaf in enumerate(self._plan.terms.leaves) if k not in self._came]
+            raise LeafError(
+                f"the reduction cannot end: {len(missing)} gradients were never marked ready, first {missing[0]}. Mark "
+                "every leaf ready in every step, those that are zero too.",
+                path=missing[0],
+            )
+        self.end()
+        for last in [*self._launched, self._end][-1:] if self._end is not None else self._launched[-1:]:
+            last.exception()  # one wait for all buckets: each wait takes the GIL from the reducing thread
+        if self._end is not None and not self._end.result():
+            raise UnfinishedError(
+                f"step {self.handling.step}: a rank has died, so no rank has the averages of this step; the gradients "
+                "are used up. Begin the step again: the other ranks go on without it."
+            )
+        for bucket, future in zip(self._plan.buckets, self._launched, strict=True):
+            for slot, averaged in zip(bucket.slots, future.result(), strict=True):
+                self._gradients[slot.index] = averaged
+        return self._gradients
+
+    def _ended(self) -> bool:
+        """Return whether all ranks have the averages. If so, do what comes then."""
+        errors = [error for error in (launched.exception() for launched in self._launched) if error is not None]
+        if self._reducer.votes and self._reducer.failed >= self.handling.step:
+            self.abandon()  # the others wait whether this error ends the rank, so it is raised before the vote
+        elif self._reducer.votes and not self._reducer.vote(errors[0] if errors else None):
+            return False
+        if self._then is not None and not errors:
+            self.found = self._then()
+        return True
+
+    def _average(self, number: int, gradients: list[Any], places: list[Any] | None) -> list[Any]:
+        """Average a bucket. ``places``: where the averages go, if the gradients are copies in host memory."""
+        if self._failed:
+            raise CollectiveError(f"bucket {number} was not reduced: the reduction of one before it failed")
+        if number == 0:
+            self.handling.remember()
+        overwrite = places is not None or self.handling.act is Act.REDUCE
+        try:
+            averages = self._reducer.average(self._plan, number, gradients, self.handling, overwrite=overwrite)
+        except BaseException:
+            self._failed = True
+            self.handling.put_back()
+            raise
+        # If this raises, on this rank alone, the ranks go on with the next bucket: they meet there.
+        return averages if places is None else jax.device_put(averages, places)

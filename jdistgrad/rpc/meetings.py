@@ -1,0 +1,329 @@
+"""Meetings of some workers, to each of which all bring a word; and letters from one of them to another.
+
+Words and letters are messages, so they ring the receiver's bell, and whoever waits for them looks for messages itself.
+They are kept until their receiver asks for them, which may be before it has made the group at all.
+"""
+
+import contextlib
+import hashlib
+import itertools
+import pickle
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError, WorldClosedError
+from jdistgrad.rpc import trees
+from jdistgrad.rpc.failures import in_short
+from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
+from jdistgrad.wire.arrays import ALIAS_FROM
+from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
+from jdistgrad.wire.message import Kind, Message, Parcel
+
+AT_ONCE = 200e-6  # for how long the watchdog need not know of a wait
+GAVE_UP = 1 << 63  # the key under which a worker says that it waits no longer
+LETTERS = 1 << 62  # added to the keys of letters
+
+
+class GaveUp(NamedTuple):
+    """What a worker says that waits no longer: for which meeting, without which ranks of the group, after how long.
+
+    ``cause``: what has ended the wait before its time; "" if nothing has.
+    """
+
+    rank: int
+    turn: int
+    missing: list[int]
+    seconds: float
+    cause: str
+
+
+class Arrivals:
+    """What has come for one group: by key, then by the sender's world rank."""
+
+    def __init__(self) -> None:
+        self.came: dict[int, dict[int, Any]] = {}
+        self.gave_up: GaveUp | None = None  # the first of the others that did
+        self._lock = threading.Lock()
+        self._next: InterruptibleFuture[None] | None = None  # for threads that sleep until something comes
+
+    def add(self, key: int, source: int, body: Any) -> None:
+        self.came.setdefault(key, {})[source] = body
+        self.wake()
+
+    def wake(self) -> None:
+        with self._lock:
+            arrival, self._next = self._next, None
+        if arrival is not None:
+            arrival.set_result(None)
+
+    def next(self, done: Callable[[], bool]) -> InterruptibleFuture[None]:
+        """Return a future that is done when something more has come, or at once if what is awaited is there."""
+        with self._lock:
+            if self._next is None:
+                self._next = InterruptibleFuture()
+            arrival = self._next
+        if done():
+            self.wake()
+        return arrival
+
+
+class Meetings:
+    """The groups of a worker: what has come for each, and how many it has made of each name."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Arrivals] = {}
+        self._made: dict[Any, itertools.count[int]] = {}
+
+    def arrivals(self, group: int) -> Arrivals:
+        return self._of.setdefault(group, Arrivals())
+
+    def arrived(self, message: Message) -> None:
+        assert message.scope is not None
+        arrivals, body = self.arrivals(message.scope), message.body
+        if message.id == GAVE_UP:
+            arrivals.gave_up = arrivals.gave_up or unpacked(body)
+            arrivals.wake()
+        else:
+            arrivals.add(message.id, message.source, body)
+
+    def next_of(self, name: Any) -> int:
+        return next(self._made.setdefault(name, itertools.count()))
+
+
+class Awaited:
+    """Messages of a group with one key, from some workers."""
+
+    def __init__(self, arrivals: Arrivals, key: int, sources: Collection[int]):
+        self._arrivals, self._key, self._sources = arrivals, key, set(sources)
+
+    @property
+    def done(self) -> bool:
+        return self._sources <= self._arrivals.came.get(self._key, {}).keys()
+
+    def futures(self) -> tuple[InterruptibleFuture[None]]:
+        return (self._arrivals.next(lambda: self.done),)
+
+    def take(self) -> dict[int, Any]:
+        """Return what has come, by its sender."""
+        return self._arrivals.came.pop(self._key, {})
+
+
+class Meeting(Awaited):
+    """A meeting that this worker has come to: ``done`` when all have, or one of the others has given up."""
+
+    def __init__(self, members: "Members", arrivals: Arrivals, turn: int, word: Any, what: str):
+        super().__init__(arrivals, turn, members.others)
+        self._members, self._turn, self._word, self._what = members, turn, word, what
+
+    @property
+    def done(self) -> bool:
+        return self._has_failed() or super().done
+
+    def _has_failed(self) -> bool:
+        word = self._arrivals.gave_up
+        return word is not None and word.turn <= self._turn
+
+    def at_once(self, seconds: float) -> bool:
+        """Return whether the meeting has ended within a moment, of which the watchdog need not know."""
+        if not self.done:
+            with put_off_interrupt():
+                self._members.worker.transport.wait(self, time.monotonic() + seconds)
+        return self.done
+
+    def wait(self, timeout: float) -> list[Any]:
+        """Return the words of all, in the order of the group.
+
+        Raises:
+          MissingRanksError: some have not come in time; or one that was in time has given up before.
+          CollectiveError: a word cannot be pickled.
+          WorkerLostError: one will not come.
+        """
+        members, start = self._members, time.monotonic()
+        if not self.at_once(AT_ONCE):
+            entry = CollectiveEntry(self._what, members.name, self._turn)
+            with WatchedBlock(members.worker, entry, members.ranks) as block:
+                try:
+                    if not block.wait(self, timeout - AT_ONCE):
+                        members.give_up(self._turn, self._missing(), timeout)
+                except KeyboardInterrupt:
+                    seconds = round(time.monotonic() - start, 1)
+                    members.give_up(self._turn, self._missing(), seconds, "KeyboardInterrupt")
+                    raise
+                if self._has_failed():
+                    raise self._failure(block)
+        if self._has_failed():
+            raise self._failure(None)
+        found = self.take()
+        words = [self._word if rank not in found else unpacked(found[rank]) for rank in members.ranks]
+        for word in words:
+            if isinstance(word, CollectiveError):
+                raise word
+        return words
+
+    def _missing(self) -> list[int]:
+        came = self._arrivals.came.get(self._turn, {})
+        return [place for place, rank in enumerate(self._members.ranks) if rank in self._sources and rank not in came]
+
+    def _failure(self, block: "WatchedBlock | None") -> MissingRanksError:
+        word, members = self._arrivals.gave_up, self._members
+        assert word is not None
+        if members.rank in word.missing:
+            return waits_no_longer(self._what, word.rank, word.seconds)
+        places = {}
+        if block is not None:
+            found = block.places([members.ranks[place] for place in word.missing])
+            places = {place: found[members.ranks[place]] for place in word.missing if members.ranks[place] in found}
+        early = f" A rank gave up early: {word.cause}." if word.cause else ""
+        return missing_ranks(self._what, word.missing, word.seconds, places, early)
+
+
+class Members:
+    """The workers of a group, as one of them sees it: each one's k-th meeting is the others' k-th.
+
+    Attributes:
+      ranks: those of the workers, in the group's order; ``rank``: this worker's place among them.
+      name: the same on all of them, and of no other group.
+    """
+
+    def __init__(self, worker: Mailbox, ranks: Sequence[int], parent: Any = None):
+        self.ranks, self.size, self.rank = tuple(ranks), len(ranks), tuple(ranks).index(worker.rank)
+        self._worker, self._info = weakref.ref(worker), worker.info  # programs keep groups, which must not keep workers
+        meetings = worker.part(Meetings)
+        text = repr((parent, self.ranks, meetings.next_of((parent, self.ranks))))
+        self.name = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+        self._arrivals, self._turns = meetings.arrivals(self.name), itertools.count()
+        self.others = [rank for rank in self.ranks if rank != worker.rank]
+        self._letters: dict[tuple[int, int, bool], itertools.count[int]] = {}
+
+    @property
+    def worker(self) -> Mailbox:
+        """This worker. Raises its world's error, or WorldClosedError, once that has failed or closed."""
+        worker = self._worker()
+        if worker is not None and worker.failure is not None:
+            raise worker.failure.with_traceback(None)
+        if worker is None or worker.closed:
+            raise WorldClosedError(
+                f"collectives of {self._info}: their world has been shut down. Make new ones in this one.",
+                worker=self._info,
+            )
+        return worker
+
+    def again(self, ranks: Sequence[int] | None = None) -> "Members":
+        """Return another group of the same workers, or of some. All of these must call it."""
+        return Members(self.worker, self.ranks if ranks is None else ranks, self.name)
+
+    def begin(self, word: Any, what: str) -> Meeting:
+        """Come to the next meeting, with a word for the others."""
+        turn, worker = next(self._turns), self.worker
+        body = word
+        if self.others and not worker.hands_over:
+            try:
+                body = packed(word)
+            except Exception as error:  # the others wait for something in any case
+                word = CollectiveError(f"{what}: that of rank {self.rank} cannot be pickled: {in_short(error)}")
+                body = packed(word)
+        for rank in self.others:
+            self._tell(worker, rank, turn, body)
+        return Meeting(self, self._arrivals, turn, word, what)
+
+    def _tell(self, worker: Mailbox, rank: int, key: int, body: Any) -> None:
+        with contextlib.suppress(WorkerLostError):  # whoever waits for that worker finds out, and says in what
+            self._send(worker, rank, key, body)
+
+    def _send(self, worker: Mailbox, rank: int, key: int, body: Any) -> None:
+        with put_off_interrupt():
+            worker.transport.send(rank, Message(Kind.MEET, worker.rank, key, body, self.name))
+
+    def give_up(self, turn: int, missing: list[int], seconds: float, cause: str = "") -> None:
+        """Tell the others that this worker waits no longer: neither this meeting nor a later one takes place."""
+        worker, word = self.worker, GaveUp(self.rank, turn, missing, seconds, cause)
+        self._arrivals.gave_up = self._arrivals.gave_up or word
+        for rank in self.others:
+            self._tell(worker, rank, GAVE_UP, word if worker.hands_over else packed(word))
+
+    # Letters. The k-th that a worker sends to another with a tag is the k-th that the other takes.
+
+    def send(self, to: int, tag: int, letter: Any) -> None:
+        """Send a letter to a rank of the group, without waiting."""
+        worker, key = self.worker, self._letter(to, tag, incoming=False)
+        self._send(worker, self.ranks[to], key, trees.steady(letter) if worker.hands_over else packed(letter))
+
+    def receive(self, source: int, tag: int, what: str, timeout: float, remedy: str = "") -> Any:
+        """Return the next letter from a rank of the group.
+
+        Arguments:
+          remedy: what to do where none comes, for the error.
+
+        Raises:
+          MissingRanksError: none has come in time.
+          WorkerLostError: none will come.
+        """
+        worker, ranks = self.worker, (self.ranks[self.rank], self.ranks[source])
+        awaited = Awaited(self._arrivals, self._letter(source, tag, incoming=True), ranks[1:])
+        entry = CollectiveEntry(what, (self.name, ranks[::-1], tag), 0)
+        with WatchedBlock(worker, entry, ranks) as block:
+            if not block.wait(awaited, timeout):
+                place = block.places(ranks[1:]).get(ranks[1])
+                where = f" (it is at {place})" if place else ""
+                text = f"{what}: nothing has come within {timeout:g} s{where}. {remedy}"
+                raise MissingRanksError(text, missing=[source], seconds=timeout)
+        (body,) = awaited.take().values()
+        return unpacked(body)
+
+    def _letter(self, other: int, tag: int, *, incoming: bool) -> int:
+        return LETTERS | tag << 32 | next(self._letters.setdefault((other, tag, incoming), itertools.count()))
+
+
+def packed(value: Any) -> Parcel:
+    """Pickle a value. Copies of its large arrays follow the pickle, which is several times as fast."""
+    large: list[memoryview] = []
+
+    def stays(buffer: pickle.PickleBuffer) -> bool:
+        if buffer.raw().nbytes < ALIAS_FROM:
+            return True
+        large.append(memoryview(bytearray(buffer.raw())))
+        return False
+
+    return Parcel(pickle.dumps(value, protocol=5, buffer_callback=stays), large)
+
+
+def unpacked(body: Any) -> Any:
+    """Return what a message has brought; in one process, the very object that was sent."""
+    return pickle.loads(body.stream, buffers=body.buffers) if isinstance(body, Parcel) else body
+
+
+# The errors of waits.
+
+FEWER = (
+    "If a rank has gone on after an error that kept it from making the same DataParallel objects and collectives, "
+    "call init() again on every rank."
+)
+
+
+def missing_ranks(
+    what: str, missing: list[int], seconds: float, places: Mapping[int, str], early: str = ""
+) -> MissingRanksError:
+    """Make the error for ranks that did not come. ``places``: where some of them are, if known."""
+    who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
+    where = "; ".join(f"rank {rank} is at {places[rank]}" for rank in sorted(places))
+    return MissingRanksError(
+        f"{what}: {who} not come within {seconds:g} s{f' ({where})' if where else ''}. Every rank must take the same "
+        "steps; ranks with fewer inputs need DataParallel.join(), slow ones a longer timeout. "
+        f"{FEWER}{early}",
+        missing=missing,
+        seconds=seconds,
+    )
+
+
+def waits_no_longer(what: str, rank: int, seconds: float) -> MissingRanksError:
+    """Make the error for one that comes after a rank has given up. ``seconds``: how long that rank has waited."""
+    return MissingRanksError(
+        f"{what}: rank {rank} waits no longer, since not all ranks came in time. Every rank must take the same steps; "
+        f"slow ones need a longer timeout, on every rank. {FEWER}",
+        missing=[rank],
+        seconds=seconds,
+    )
