@@ -17,9 +17,14 @@ from jax.interpreters import ad, batching, mlir
 COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
+def widened(dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which numbers are added: small floats in 32 bits."""
+    return np.dtype(np.float32) if dtype.itemsize <= 2 and dtype.kind not in "iub" else dtype
+
+
 def combined(parts: Sequence[np.ndarray] | np.ndarray, op: str) -> np.ndarray:
     """Combine in the order of the ranks, so that all ranks get the same bits; small floats are combined in 32 bits."""
-    wide = np.float32 if parts[0].dtype.itemsize <= 2 and parts[0].dtype.kind not in "iub" else parts[0].dtype
+    wide = widened(parts[0].dtype)
     result = parts[0].astype(wide)
     for part in parts[1:]:
         COMBINE[op](result, part.astype(wide, copy=False), out=result)

@@ -21,7 +21,7 @@ from jdistgrad.collectives import send_recv
 from jdistgrad.collectives.arithmetic import divided
 from jdistgrad.collectives.host_arrays import to_jax
 from jdistgrad.collectives.leaves import is_elsewhere, refuse_sparse
-from jdistgrad.collectives.primitive import permuted, shifted
+from jdistgrad.collectives.operations import permuted, shifted
 from jdistgrad.errors import CollectiveError
 
 Op = Literal["sum", "max", "min"]
@@ -58,9 +58,9 @@ class Collectives(abc.ABC):
                     wide = jax.dtypes.canonicalize_dtype(float)
                 elif jnp.finfo(wide).maxexp < jnp.finfo(jnp.float32).maxexp:
                     wide = jnp.dtype(jnp.float32)
-                mean = divided(self.perform("sum", x.astype(wide)), self.size)
+                mean = divided(self.perform("allreduce", x.astype(wide), "sum"), self.size)
                 return mean.astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else mean
-            return self.perform("sum", x) if op == "sum" else _extreme(self, op, self.localize(x))
+            return self.perform("allreduce", x, op) if op == "sum" else _extreme(self, op, self.localize(x))
 
         return _each(reduced, tree)
 
@@ -145,7 +145,11 @@ class Collectives(abc.ABC):
     def reduce_scatter(self, tree: Any) -> Any:
         """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
         refuse_sparse(tree, "reduce_scatter")
-        return _each(lambda x: self.perform("scatter", self._divisible(_checked(x, "sum"), "reduce_scatter")), tree)
+
+        def scattered(leaf: Any) -> jax.Array:
+            return self.perform("reduce_scatter", self._divisible(_checked(leaf, "sum"), "reduce_scatter"))
+
+        return _each(scattered, tree)
 
     def shift(self, tree: Any, by: int = 1, *, wrap: bool = True, edge: Any = None) -> Any:
         """Send to the rank ``by`` places further on; return what came from the rank ``by`` places before.
@@ -261,7 +265,8 @@ class Collectives(abc.ABC):
         """Apply the operation of this name to an array, at once or as part of a compiled program, with its derivatives.
 
         Arguments:
-          how: the root of a broadcast, the route of a shift or a permutation.
+          name: of a row of ``operations.OPERATIONS``, or "send" or "recv".
+          how: the operation of an allreduce, the root of a broadcast, the route of a shift or a permutation.
         """
 
 
@@ -276,7 +281,7 @@ def _checked(x: Any, op: str) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _extreme(collectives: Collectives, op: str, x: jax.Array) -> jax.Array:
-    return collectives.perform(op, x)
+    return collectives.perform("allreduce", x, op)
 
 
 def _extreme_backward(collectives: Collectives, op: str, at: jax.Array, g: jax.Array) -> tuple[jax.Array]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad.collectives import communicators, world
+from jdistgrad.collectives import world
 from jdistgrad.collectives.devices import Devices
 from jdistgrad.collectives.host import TIMEOUT, HostCollectives
 from jdistgrad.collectives.local import Local
@@ -58,7 +58,7 @@ def of_this_world(
 
 def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
     """Return XLA's collectives where they pay, on accelerators that ``jax.distributed`` connects; else MPI's."""
-    comm = None if chosen is None else communicators.subset(chosen, timeout)
+    comm = None if chosen is None else world.subset(chosen, timeout)
     if settings.collectives:
         named: dict[str, Callable[..., MPI]] = {
             "devices": Devices,

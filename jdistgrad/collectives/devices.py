@@ -89,7 +89,7 @@ class Devices(MPI):
         self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
     ) -> list[jax.Array]:
         self._compile(program, what, what if key is None else key)
-        launch = under_way.begin(what, self.together(what, may_leave=True), inputs, self.timeout)
+        launch = under_way.begin(what, self.engine.block(what, may_leave=True), inputs, self.timeout)
         try:
             results, launch.done = program.launch(shared)
         except BaseException as error:

@@ -1,12 +1,9 @@
 """Collectives of processes or threads, which meet, agree on each operation, and reduce in host memory."""
 
-import abc
-import collections
 import concurrent.futures
 import contextlib
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self, TypeVar, cast
 
@@ -15,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
-from jdistgrad.collectives.base import Collectives, Op
-from jdistgrad.collectives.host_arrays import as_set, copied, like, settings
-from jdistgrad.collectives.primitive import Route, collective_p
+from jdistgrad.collectives.base import Collectives
+from jdistgrad.collectives.engines import Engine
+from jdistgrad.collectives.host_arrays import copied, like
+from jdistgrad.collectives.in_turn import InTurn
+from jdistgrad.collectives.operations import OPERATIONS, collective_p, described
 from jdistgrad.collectives.roll_call import agree, undivided
 from jdistgrad.collectives.send_recv import Peer, carried
 from jdistgrad.errors import CollectiveError
@@ -26,26 +25,27 @@ from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.traced_hook import staging
-from jdistgrad.rpc.worker import Worker, find_worker
-from jdistgrad.threads import started
-from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
+from jdistgrad.rpc.worker import Worker
 
 T = TypeVar("T")
 
 TIMEOUT = 300.0
-DETAILS = {"broadcast": " from rank {}", "shift": " {}", "permute": " {}"}
 
 
 class HostCollectives(Collectives):
     """Collectives on host memory, which Python can also call on concrete arrays."""
 
-    members: Members
+    engine: Engine
     timeout: float = TIMEOUT
     meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
     refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
     _beside: Any = None  # starts operations beside the program
     _closed: bool = False
     _of_programs: Any = None  # the group over the channel of compiled programs, if they have one
+
+    @property
+    def members(self) -> Members:
+        return self.engine.members
 
     @property
     def world_ranks(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -79,14 +79,12 @@ class HostCollectives(Collectives):
         """Return the operation of this name applied to a concrete array, in new memory."""
         if isinstance(how, Peer):
             return carried(self, name, np.asarray(x), how)
-        if name in ("allgather", "alltoall", "scatter") or isinstance(how, Route):
-            return self.moved(name, np.ascontiguousarray(x).reshape(np.shape(x)), how)
-        memory = copied(x)
-        if name == "broadcast":
-            self.broadcast_in_place(memory, how)
-        else:
-            self.reduce_in_place(memory, name)  # type: ignore[arg-type]
-        return memory
+        memory = copied(x) if OPERATIONS[name].overwrites else np.ascontiguousarray(x).reshape(np.shape(x))
+        return self.run(name, memory, how)
+
+    def run(self, name: str, memory: np.ndarray, how: Any = None) -> np.ndarray:
+        """Run an operation that all ranks have agreed on, on contiguous memory, which some overwrite."""
+        return self.engine.run(name, memory, how, self.timeout)
 
     # Objects, and the group itself.
 
@@ -134,7 +132,8 @@ class HostCollectives(Collectives):
 
     def _starter(self) -> Callable[[Callable[[Any], Any]], concurrent.futures.Future[Any]]:
         """Return what starts operations."""
-        return InTurn(self.twin()).start
+        turns, twin = InTurn(), self.twin()
+        return lambda operation: turns.submit(operation, twin)
 
     def close(self) -> None:
         """Give up this group: its channels are freed, and it refuses further use. Every rank must call it."""
@@ -145,7 +144,9 @@ class HostCollectives(Collectives):
         self._closed = True
         if self._beside is not None:
             self._beside(lambda beside: beside.close()).result()
-        self.free()
+        for group in (self, self._of_programs):
+            if group is not None:
+                group.engine.free()
         self.refusal = CollectiveError(f"{self!r} has been closed. Make new collectives.")
         (self._of_programs or self).refusal = self.refusal
 
@@ -174,8 +175,7 @@ class HostCollectives(Collectives):
         if not self.meets_in_programs or self.size == 1:
             yield self
             return
-        quiet = copy.copy(self)
-        quiet.meets_in_programs = False
+        quiet = self.adjusted(meets_in_programs=False)
         channel, timeout = self._of_programs or self, self.timeout
 
         def meet() -> None:
@@ -187,10 +187,10 @@ class HostCollectives(Collectives):
             io_callback(meet, None, ordered=True)
         yield quiet
 
-    def adjusted(self, *, timeout: float, meets_in_programs: bool) -> "HostCollectives":
-        """Return a copy with other settings, which uses the same channels."""
+    def adjusted(self, **settings: Any) -> Self:
+        """Return a group with other settings, over the same channels."""
         other = copy.copy(self)
-        other.timeout, other.meets_in_programs = timeout, meets_in_programs
+        vars(other).update(settings)
         return other
 
     def traced(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
@@ -200,11 +200,13 @@ class HostCollectives(Collectives):
         with self.section(described(name, x, how)) as all_:
             return all_.compiled(name, x, how)
 
-    # What an implementation must have. On host memory, called by one thread at a time:
-
-    @abc.abstractmethod
-    def twin(self) -> "HostCollectives":
+    def twin(self) -> Self:
         """Return the same group over a channel of its own. Every rank must call it."""
+        return self._over(self.engine.again(self.timeout))
+
+    def _over(self, engine: Engine) -> Self:
+        """Return a group like this one, over another engine."""
+        return self.adjusted(engine=engine, refusal=None, _beside=None)
 
     # In a group that has gone on without ranks, the others count as ranks of the group as it was made:
 
@@ -216,37 +218,15 @@ class HostCollectives(Collectives):
         """Return the rank, in the group as it was made, at a place in the group as it is now."""
         return place
 
-    @abc.abstractmethod
-    def reduce_in_place(self, memory: np.ndarray, op: Op = "sum") -> None:
-        """Overwrite contiguous memory with its reduction over all ranks."""
-
-    @abc.abstractmethod
-    def broadcast_in_place(self, memory: np.ndarray, root: int) -> None:
-        """Overwrite every rank's contiguous memory with the root's."""
-
-    @abc.abstractmethod
-    def moved(self, name: str, memory: np.ndarray, how: Any) -> np.ndarray:
-        """Return what an operation that moves arrays brings to this rank, in new memory.
-
-        Arguments:
-          name: "allgather", "alltoall" or "scatter", which take blocks of rows; or that of an operation with a route.
-        """
-
-    def free(self) -> None:
-        """Give back what the channels of this group hold. Every rank must call it."""
-
     # Inside jit. Here programs call Python for each operation; an implementation may have a way of its own.
 
     def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         """Apply the operation of this name to a tracer, inside a section."""
-        shape, dtype = x.shape, x.dtype
-        if name == "allgather":
-            shape = (self.size, *x.shape)
-        elif name == "scatter":
-            shape = (len(x) // self.size, *x.shape[1:])
-        elif name == "send":
-            shape, dtype = (), jnp.dtype(np.float32)
-        result = jax.ShapeDtypeStruct(shape, dtype)
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        if name == "send":
+            result = jax.ShapeDtypeStruct((), np.float32)
+        elif name in OPERATIONS:
+            result = jax.ShapeDtypeStruct(OPERATIONS[name].shape(x.shape, self.size), x.dtype)
         channel = self if isinstance(how, Peer) else self._of_programs or self
         if not on_cpus():
             return io_callback(lambda x: channel.on_host(name, x, how), result, x, ordered=True)
@@ -258,55 +238,8 @@ class HostCollectives(Collectives):
         return in_order()
 
 
-class InTurn:
-    """Operations one after another over collectives of their own, on threads that end when there is none left.
-
-    A thread that waited for the next one would keep the worker that it belongs to.
-    """
-
-    def __init__(self, collectives: HostCollectives):
-        self._collectives = collectives
-        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
-        self._lock, self._runs = threading.Lock(), False
-
-    def start(self, operation: Callable[[HostCollectives], T]) -> concurrent.futures.Future[T]:
-        future, chosen = InterruptibleFuture[T](), settings()
-
-        def run() -> None:
-            try:
-                with as_set(chosen):
-                    future.set_result(operation(self._collectives))
-            except BaseException as error:
-                future.set_exception(error)
-
-        with put_off_interrupt():  # or nobody might begin
-            with self._lock:
-                self._waiting.append(run)
-                begins, self._runs = not self._runs, True
-            worker = find_worker()
-            if begins and worker is not None:
-                worker.run(self._run)
-            elif begins:
-                started(self._run, "jdistgrad-collectives")
-        return future
-
-    def _run(self) -> None:
-        while True:
-            with self._lock:
-                self._runs = bool(self._waiting)
-                if not self._waiting:
-                    return
-                operation = self._waiting.popleft()
-            operation()
-
-
 @functools.cache
 def in_order() -> Any:
     """Return the effect of callbacks that run in the program's order."""
     (effect,) = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))().effects
     return effect
-
-
-def described(name: str, x: Any, how: Any) -> str:
-    """Describe an operation in the words that the ranks compare."""
-    return f"{name} of {x.dtype}{list(x.shape)}" + DETAILS.get(name, "").format(how)

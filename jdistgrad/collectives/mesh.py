@@ -11,6 +11,7 @@ from jax import lax
 
 from jdistgrad._compat import varies_over
 from jdistgrad.collectives.base import Collectives
+from jdistgrad.collectives.operations import OPERATIONS, Route
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.rpc.worker import find_worker
@@ -65,23 +66,24 @@ class Mesh(Collectives):
         here, carried = self.rank, _carrier(x.dtype)  # raises where there is no such axis
         if carried != x.dtype:
             return self.perform(name, x.astype(carried), how).astype(x.dtype)
-        if name == "allgather":
-            return lax.all_gather(x, self.axis_name)
+        axis = self.axis_name
+        if name == "allreduce":
+            return self._reduced(x, how)
         if name == "broadcast":
             kept = jnp.where(here == how, x, jnp.zeros_like(x))
-            if x.dtype == bool:
-                return lax.psum(kept.astype(jnp.int8), self.axis_name).astype(bool)
-            return lax.psum(kept, self.axis_name)
+            return lax.psum(kept.astype(jnp.int8), axis).astype(bool) if x.dtype == bool else lax.psum(kept, axis)
         if name == "alltoall":
-            return lax.all_to_all(x, self.axis_name, 0, 0, tiled=True)
-        if name == "scatter" and x.size == 0:  # XLA refuses blocks without rows
-            return x[: len(x) // self.size]
-        if name == "scatter":
-            return lax.psum_scatter(x, self.axis_name, scatter_dimension=0, tiled=True)
-        if name in ("shift", "permute"):
+            return lax.all_to_all(x, axis, 0, 0, tiled=True)
+        if name == "reduce_scatter":  # XLA refuses blocks without rows
+            return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True) if x.size else x[: len(x) // self.size]
+        if isinstance(how, Route):
             return lax.ppermute(x, *self._in_order_of_mesh(how.pairs))
-        reduced: jax.Array = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[name](x, self.axis_name)
-        if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+        rows = lax.all_gather(x, axis)
+        return rows if name == "allgather" else OPERATIONS[name].result(rows, here, how).astype(x.dtype)
+
+    def _reduced(self, x: jax.Array, op: str) -> jax.Array:
+        reduced: jax.Array = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[op](x, self.axis_name)
+        if op == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
             return reduced
         unknown = lax.psum(jnp.isnan(x).astype(jnp.int32), self.axis_name)
         return jnp.where(unknown > 0, jnp.nan, reduced)  # gloo's maximum of NaN depends on the rank that holds it

@@ -7,36 +7,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.collectives.primitive import Route
+from jdistgrad.collectives.engines import CHUNK, ROUTE_TAG, mpi_ends
+from jdistgrad.collectives.operations import OPERATIONS, Route
 from jdistgrad.collectives.roll_call import agree, word_of
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.sites import Deferred
 
-CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
-ROUTE_TAG = 31_074
 AT_ONCE = 100e-6  # seconds
+RUN = "allreduce", "broadcast", "allgather", "alltoall", "shift", "permute"  # the operations of mpi4jax
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
-
-
-def ends(route: Route, rank: int) -> tuple[int, int]:
-    """Return the ranks that this rank sends to and gets from, in MPI's numbers."""
-    from mpi4py import MPI as mpi  # noqa: N811
-
-    target, source = route.ends(rank)
-    return mpi.PROC_NULL if target is None else target, mpi.PROC_NULL if source is None else source
 
 
 def performed(all_: Any, name: str, x: jax.Array, how: Any) -> jax.Array:
     """Apply an operation; cast dtypes without an MPI type, and split arrays too large for MPI's counts."""
-    if name == "scatter":
+    if name == "reduce_scatter":
         blocks = x.reshape(all_.size, len(x) // all_.size, *x.shape[1:])
         return performed(all_, "alltoall", blocks, how).sum(axis=0, dtype=x.dtype)
-    shape = (all_.size, *x.shape) if name == "allgather" else x.shape
+    if name not in RUN:
+        rows = performed(all_, "allgather", x, None)
+        return OPERATIONS[name].result(rows, all_.rank, how).astype(x.dtype)
+    shape = OPERATIONS[name].shape(x.shape, all_.size)
     if x.size == 0:
         return jnp.zeros(shape, x.dtype)
     if all_.size == 1 and not isinstance(how, Route):
         return x.reshape(shape)
-    flat = x.reshape(all_.size if name == "alltoall" else 1, -1).astype(_carrier(x.dtype, name))
+    flat = x.reshape(all_.size if name == "alltoall" else 1, -1).astype(_carrier(x.dtype, how))
     step = max(1, CHUNK // (flat.dtype.itemsize * (all_.size if name in ("allgather", "alltoall") else 1)))
     pieces = jnp.split(flat, list(range(step, flat.shape[1], step)), axis=1)
     found = [_run(all_, name, piece, how) for piece in pieces]
@@ -48,20 +43,22 @@ def _run(all_: Any, name: str, x: jax.Array, how: Any) -> jax.Array:
     import mpi4jax
     from mpi4py import MPI as mpi  # noqa: N811
 
+    comm = all_.engine.comm
+
     if name == "allgather":
-        return mpi4jax.allgather(x, comm=all_.comm)
+        return mpi4jax.allgather(x, comm=comm)
     if name == "broadcast":
-        return mpi4jax.bcast(x, how, comm=all_.comm)
+        return mpi4jax.bcast(x, how, comm=comm)
     if name == "alltoall":
-        return mpi4jax.alltoall(x, comm=all_.comm)
+        return mpi4jax.alltoall(x, comm=comm)
     if isinstance(how, Route):
-        target, source = ends(how, all_.rank)
-        moved = mpi4jax.sendrecv(x, x, source, target, sendtag=ROUTE_TAG, recvtag=ROUTE_TAG, comm=all_.comm)
+        target, source = mpi_ends(how, all_.rank)
+        moved = mpi4jax.sendrecv(x, x, source, target, sendtag=ROUTE_TAG, recvtag=ROUTE_TAG, comm=comm)
         return jnp.zeros_like(moved) if source == mpi.PROC_NULL else moved
-    reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[name], comm=all_.comm)
-    if name == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+    reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[how], comm=comm)
+    if how == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
         return reduced
-    unknown = mpi4jax.allreduce(jnp.isnan(x).astype(jnp.int32), op=mpi.SUM, comm=all_.comm)
+    unknown = mpi4jax.allreduce(jnp.isnan(x).astype(jnp.int32), op=mpi.SUM, comm=comm)
     return jnp.where(unknown > 0, jnp.nan, reduced)  # MPI's maximum of NaN depends on the rank that holds it
 
 
@@ -85,7 +82,7 @@ def enter(all_: Any, what: str, timeout: float) -> Deferred | None:
 
     def entered() -> None:
         agree(all_, text, timeout, meeting)
-        all_.inside = all_.together(text)
+        all_.inside = all_.engine.block(text)
         all_.inside.__enter__()
 
     if not meeting.at_once(AT_ONCE):
@@ -110,9 +107,9 @@ def in_order() -> Any:
     return effect
 
 
-def _carrier(dtype: Any, name: str) -> Any:
+def _carrier(dtype: Any, how: Any) -> Any:
     """Return the dtype that carries another exactly through an operation of mpi4jax."""
-    if name == "sum" and jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize <= 2:
+    if how == "sum" and jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize <= 2:
         return jnp.int32  # MPI's sums of small integers stop at the largest instead of wrapping around
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2:
         return jnp.float32

@@ -12,7 +12,6 @@ so the launcher has those seen as killed that end by themselves (``cli.launch``)
 where it can be reached.
 """
 
-import copy
 import logging
 import os
 import time
@@ -21,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from jdistgrad.collectives.communicators import keep, let_go
+from jdistgrad.collectives.engines import OverMPI
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.mpi_in_programs import AT_ONCE
-from jdistgrad.collectives.world import TOLD_SECONDS, is_failure, lost_among, names_of
+from jdistgrad.collectives.world import TOLD_SECONDS, is_failure, keep, let_go, lost_among, names_of
 from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError
 from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
@@ -58,9 +57,9 @@ class Survivors(MPI):
     voting: bool = True
 
     def __init__(self, group: MPI):
-        self.__dict__.update(vars(group))
-        self.first_ranks, self._interrupt = self.world_ranks, self.comm.Revoke
-        self._of_programs, self._by_mpi4jax = None, False
+        vars(self).update(vars(group), _of_programs=None, _by_mpi4jax=False)
+        self.first_ranks = self.world_ranks
+        self.engine.interrupt = self.engine.comm.Revoke
 
     def place_of(self, rank: int) -> int:
         worker = self.first_ranks[rank]
@@ -84,12 +83,12 @@ class Survivors(MPI):
           WorkerLostError: a rank is lost, and MPI does not know of it; or a rank will never come.
         """
         if not whole:
-            self.comm.Revoke()
+            self.engine.comm.Revoke()
         ballot = np.array([whole], np.int32)
         entry = CollectiveEntry("a vote on an operation", ("in MPI", self.members.name), VOTE)
         with WatchedBlock(self.keeper(), entry, self.world_ranks, goes_on=True) as together:
             try:
-                self._wait_for_vote(self.comm.Iagree(ballot), ballot, together)
+                self._wait_for_vote(self.engine.comm.Iagree(ballot), ballot, together)
             except Exception as error:
                 if not is_failure(error):
                     raise
@@ -135,12 +134,14 @@ class Survivors(MPI):
         from mpi4py import MPI as mpi  # noqa: N811
 
         _require_to_stay()
-        self.comm.Revoke()
-        other, comm = copy.copy(self), self.comm.Shrink()
-        other.rank, other.size, other._interrupt = comm.rank, comm.size, comm.Revoke
-        places = mpi.Group.Translate_ranks(comm.group, range(comm.size), self.comm.group)
-        ranks = tuple(self.world_ranks[place] for place in places)
-        other._begin_on(comm, Members(self.keeper(), ranks, self.members.name))
+        self.engine.comm.Revoke()
+        comm = self.engine.comm.Shrink()
+        ranks = [
+            self.world_ranks[place]
+            for place in mpi.Group.Translate_ranks(comm.group, range(comm.size), self.engine.comm.group)
+        ]
+        engine = OverMPI(comm, Members(self.keeper(), ranks, self.members.name), comm.Revoke)
+        other = self._over(engine).adjusted(rank=comm.rank, size=comm.size)
         lost, peers = set(self.world_ranks) - set(other.world_ranks), current_worker().peers
         if lost:
             poll(lambda: lost <= peers.lost.keys(), TOLD_SECONDS)  # another thread is about to find out

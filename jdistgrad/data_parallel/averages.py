@@ -103,7 +103,7 @@ def average_in_chunks(
         flat = scratch.take(size, bucket.dtype)
         for slot, mine, place in parts:
             np.divide(own[slot][mine], divide_by, out=flat[place])
-        all_.reduce_in_place(flat)
+        all_.run("allreduce", flat, "sum")
         for slot, mine, place in parts:
             into[slot][mine] = flat[place]
     each = zip(results, into, here, strict=True)
@@ -124,7 +124,7 @@ def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:
     for size, _ in bucket.chunks:
         flat = scratch.take(size, bucket.dtype)
         flat[:] = 0
-        all_.reduce_in_place(flat)
+        all_.run("allreduce", flat, "sum")
 
 
 def with_hook(

@@ -12,6 +12,7 @@ import numpy as np
 from jdistgrad._compat import trace_context
 from jdistgrad.collectives import host_arrays
 from jdistgrad.collectives.host import HostCollectives
+from jdistgrad.collectives.in_turn import InTurn
 from jdistgrad.collectives.leaves import describe, flatten, index_dimensions, is_sparse
 from jdistgrad.collectives.roll_call import Act, Joining
 from jdistgrad.collectives.survivors import able_to_go_on
@@ -20,7 +21,7 @@ from jdistgrad.data_parallel.averages import require_rows
 from jdistgrad.data_parallel.hooks import Hook, require_states
 from jdistgrad.data_parallel.program import Programs, Trace, readiness
 from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
-from jdistgrad.data_parallel.reduction import Communication, Reduction
+from jdistgrad.data_parallel.reduction import Reduction
 from jdistgrad.data_parallel.rules import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.segments import Segmented
 from jdistgrad.data_parallel.statistics import Statistics, after_step
@@ -62,7 +63,7 @@ class Driver:
         adjusted = collectives.adjusted(timeout=rules.timeout, meets_in_programs=collectives.meets_in_programs)
         twin = able_to_go_on(adjusted) if goes_on else adjusted.twin()  # a channel of its own
         self._rules, self.reducer = rules, Reducer(twin, rules)
-        self._thread = Communication(f"jdistgrad-reduce-{collectives.rank}")
+        self._thread = InTurn()
         self._plans: dict[Any, BucketPlan] = {}
         self._noted: dict[Any, list[bool]] = {}  # by structure, the parameters used by steps since the last average
         self.statistics = Statistics(hook=rules.hook.name if rules.hook else "none", bucket_cap_mb=rules.bucket_cap_mb)

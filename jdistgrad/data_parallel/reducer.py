@@ -289,7 +289,7 @@ class Reducer:
         """Return which parameters any rank used. Ranks that have joined used none."""
         self._meet(self._roll(Act.USED, len(used)))
         by_any = np.array(used, np.uint8)
-        self.collectives.reduce_in_place(by_any, "max")
+        self.collectives.run("allreduce", by_any, "max")
         return by_any.astype(bool)
 
     @whole
@@ -297,7 +297,7 @@ class Reducer:
         root = self.collectives.place_of(root)
         self._meet(self._roll(Act.BROADCAST, root, terms.digest()), terms)
         for memory in memories:
-            self.collectives.broadcast_in_place(memory, root)
+            self.collectives.run("broadcast", memory, root)
         return memories
 
     @whole
@@ -334,7 +334,7 @@ class Reducer:
                         handling.remember()
                     self._shadow_bucket(plan, lead.number, call, handling)
             elif lead.act is Act.USED:
-                self.collectives.reduce_in_place(np.zeros(lead.number, np.uint8), "max")
+                self.collectives.run("allreduce", np.zeros(lead.number, np.uint8), "max")
             elif lead.act is not Act.FAILED:
                 raise roll_call.disagreement(call.rolls, self.collectives.rank, call.leader)
             elif handling is not None and handling.step == self.step:  # the others raise the error, and may go on

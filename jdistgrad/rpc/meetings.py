@@ -42,16 +42,16 @@ class GaveUp(NamedTuple):
 
 
 class Arrivals:
-    """What has come for one group: by key, then by the sender's world rank."""
+    """What has come for one group, by key and the sender's world rank."""
 
     def __init__(self) -> None:
-        self.came: dict[int, dict[int, Any]] = {}
+        self.came: dict[tuple[int, int], Any] = {}
         self.gave_up: GaveUp | None = None  # the first of the others that did
         self._lock = threading.Lock()
         self._next: InterruptibleFuture[None] | None = None  # for threads that sleep until something comes
 
     def add(self, key: int, source: int, body: Any) -> None:
-        self.came.setdefault(key, {})[source] = body
+        self.came[key, source] = body
         self.wake()
 
     def wake(self) -> None:
@@ -98,18 +98,22 @@ class Awaited:
     """Messages of a group with one key, from some workers."""
 
     def __init__(self, arrivals: Arrivals, key: int, sources: Collection[int]):
-        self._arrivals, self._key, self._sources = arrivals, key, set(sources)
+        self._arrivals, self._wanted = arrivals, {(key, source) for source in sources}
 
     @property
     def done(self) -> bool:
-        return self._sources <= self._arrivals.came.get(self._key, {}).keys()
+        return self._wanted <= self._arrivals.came.keys()
 
     def futures(self) -> tuple[InterruptibleFuture[None]]:
         return (self._arrivals.next(lambda: self.done),)
 
     def take(self) -> dict[int, Any]:
         """Return what has come, by its sender."""
-        return self._arrivals.came.pop(self._key, {})
+        return {one[1]: self._arrivals.came.pop(one) for one in self._wanted}
+
+    def missing(self) -> set[int]:
+        """Return the senders from which nothing has come."""
+        return {source for _, source in self._wanted - self._arrivals.came.keys()}
 
 
 class Meeting(Awaited):
@@ -148,10 +152,10 @@ class Meeting(Awaited):
             with WatchedBlock(members.worker, entry, members.ranks) as block:
                 try:
                     if not block.wait(self, timeout - AT_ONCE):
-                        members.give_up(self._turn, self._missing(), timeout)
+                        members.give_up(self._turn, self._absent(), timeout)
                 except KeyboardInterrupt:
                     seconds = round(time.monotonic() - start, 1)
-                    members.give_up(self._turn, self._missing(), seconds, "KeyboardInterrupt")
+                    members.give_up(self._turn, self._absent(), seconds, "KeyboardInterrupt")
                     raise
                 if self._has_failed():
                     raise self._failure(block)
@@ -164,9 +168,9 @@ class Meeting(Awaited):
                 raise word
         return words
 
-    def _missing(self) -> list[int]:
-        came = self._arrivals.came.get(self._turn, {})
-        return [place for place, rank in enumerate(self._members.ranks) if rank in self._sources and rank not in came]
+    def _absent(self) -> list[int]:
+        missing = self.missing()
+        return [place for place, rank in enumerate(self._members.ranks) if rank in missing]
 
     def _failure(self, block: "WatchedBlock | None") -> MissingRanksError:
         word, members = self._arrivals.gave_up, self._members

@@ -7,8 +7,8 @@ import pytest
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
-from jdistgrad.collectives.communicators import has_room
 from jdistgrad.collectives.default import of_this_world
+from jdistgrad.collectives.world import has_room
 from jdistgrad.data_parallel.parallel import DataParallel
 
 

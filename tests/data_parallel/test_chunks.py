@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.worlds import on_every_worker
 
-from jdistgrad.collectives import mpi
+from jdistgrad.collectives import engines
 from jdistgrad.collectives.default import of_this_world
 from jdistgrad.data_parallel import buckets as bucket
 from jdistgrad.data_parallel.parallel import DataParallel
@@ -47,7 +47,7 @@ def test_who_has_joined_sends_zeros_chunk_by_chunk(small_chunks, big_world, rank
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @on_every_worker
 def test_blocks_that_are_exchanged_and_summed_little_by_little(monkeypatch, big_world, dtype, rank, size):
-    monkeypatch.setattr(mpi, "SUMMED", 256)
+    monkeypatch.setattr(engines, "SUMMED", 256)
     table = jnp.arange(size * 50 * 3).reshape(size * 50, 3) % 8
     found = of_this_world().reduce_scatter((table * (1 + rank)).astype(dtype))
     np.testing.assert_array_equal(found, table[rank * 50 : (rank + 1) * 50] * sum(range(1, size + 1)))

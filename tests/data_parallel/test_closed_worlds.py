@@ -48,8 +48,7 @@ def beside_the_program():
 
 
 def beside_workers():
-    beside = "jdistgrad-reduce", "jdistgrad-collectives"
-    return {thread for thread in threading.enumerate() if thread.name.startswith(beside)}
+    return {thread for thread in threading.enumerate() if thread.name.startswith("jdistgrad-worker")}
 
 
 USES = [meet, average_in_a_program_too, train_alone, step, in_a_program, beside_the_program]

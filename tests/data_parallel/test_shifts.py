@@ -12,7 +12,7 @@ from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jdistgrad as jd
-from jdistgrad.collectives import Mesh, primitive
+from jdistgrad.collectives import Mesh, operations
 from jdistgrad.collectives.default import of_this_world
 from jdistgrad.errors import DisagreementError
 
@@ -140,7 +140,7 @@ def test_threads_that_shift_differently_are_told_without_a_meeting():
     def main():
         me, c = jd.init(), of_this_world()
         with pytest.raises(DisagreementError, match="not in the same operation"):
-            c.on_host("shift", jnp.ones(3), primitive.shifted(3, 1 if me.rank else 2, wrap=True))
+            c.on_host("shift", jnp.ones(3), operations.shifted(3, 1 if me.rank else 2, wrap=True))
         jd.shutdown()
 
     jd.spawn(main, 3)
@@ -180,7 +180,7 @@ def test_the_way_back_is_the_transpose(size, by, wrap, random):
 
     order = random.sample(range(size), size)
     pairs = random.sample(list(enumerate(order)), random.randint(0, size))
-    for route in (primitive.shifted(size, by, wrap=wrap), primitive.permuted(size, pairs)):
+    for route in (operations.shifted(size, by, wrap=wrap), operations.permuted(size, pairs)):
         there, back = matrix(route), matrix(route.reversed())
         np.testing.assert_array_equal(back, there.T)
         np.testing.assert_array_equal([route.ends(here)[1] is not None for here in range(size)], there.any(0))

@@ -455,7 +455,7 @@ def test_collectives_that_lose_a_rank_while_they_are_made_say_so(surviving_job):
         if me.rank == 1:
             jd.rpc_sync(2, keep, args=(1,))
             die()
-        for make in (jd.DataParallel, earlier.duplicate):
+        for make in (jd.DataParallel, earlier.twin):
             try:
                 make()
             except jd.WorkerLostError as error:

@@ -40,15 +40,16 @@ def test_a_word_may_come_before_its_group_is_made(world, rank, size):
 
 
 @on_every_worker
-def test_letters_are_in_order_for_each_tag(world, rank, size):
-    group, after, before = members(), (rank + 1) % size, (rank - 1) % size
-    if size == 1:
-        return
+def test_letters_are_in_order_for_each_sender_and_tag(world, rank, size):
+    group = members()
+    others = [one for one in range(size) if one != rank]
     for number in range(3):
-        group.send(after, 7, ("seven", number, rank))
-        group.send(after, 8, ("eight", number, rank))
-    assert [group.receive(before, 8, "a letter", 60) for _ in range(3)] == [("eight", k, before) for k in range(3)]
-    assert [group.receive(before, 7, "a letter", 60) for _ in range(3)] == [("seven", k, before) for k in range(3)]
+        for other in others:
+            group.send(other, 7, ("seven", number, rank))
+            group.send(other, 8, ("eight", number, rank))
+    for other in others:
+        assert [group.receive(other, 8, "a letter", 60) for _ in range(3)] == [("eight", k, other) for k in range(3)]
+        assert [group.receive(other, 7, "a letter", 60) for _ in range(3)] == [("seven", k, other) for k in range(3)]
 
 
 @on_every_worker

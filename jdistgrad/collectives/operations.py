@@ -1,0 +1,201 @@
+"""The table of operations, and the primitive as which JAX knows them: derivatives, behavior under vmap, lowering.
+
+All operations but the maximum and the minimum are linear, so a row's transpose is all that JAX needs for derivatives of
+any order, in both modes, and in loops. A rank that does not use a result performs the transpose too, with zeros, since
+other ranks may use theirs; but JAX drops an operation without use where it differentiates a loop.
+
+An operation has the ordered effect of the group, so XLA runs operations, and their transposes, in the program's order.
+"""
+
+import functools
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from jdistgrad.collectives.arithmetic import combined
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A row of the table.
+
+    Arguments:
+      result: what a rank gets, of the arrays of all ranks, its own rank, and ``how``: what every engine returns. One
+        that has no way of its own for the operation gathers all arrays, and applies this.
+      transpose: the cotangent on this rank, of the group, the cotangent of the result, and ``how``.
+      shape: the result's, of the argument's and the number of ranks.
+      batch: where the axis of a batch stands, in the argument and in the result: second where rows are exchanged, or
+        arrays stacked.
+      overwrites: whether the result is written over the argument, in host memory.
+      words: what ``how`` is, for messages.
+    """
+
+    result: Callable[[Any, Any, Any], Any]
+    transpose: Callable[[Any, jax.Array, Any], jax.Array]
+    shape: Callable[[Shape, int], Shape] = lambda shape, size: shape
+    batch: tuple[int, int] = (0, 0)
+    overwrites: bool = False
+    words: Callable[[Any], str] = lambda how: ""
+
+
+def _rows_of(x: Any, rank: int, size: int) -> Any:
+    count = len(x) // size
+    return x[count * rank : count * (rank + 1)]
+
+
+def _moved(parts: Sequence[Any], rank: int, route: "Route") -> Any:
+    _, source = route.ends(rank)
+    return np.zeros_like(parts[rank]) if source is None else np.array(parts[source])
+
+
+OPERATIONS: dict[str, Operation] = {
+    # how: "sum", which has this transpose, "max" or "min"
+    "allreduce": Operation(
+        lambda parts, rank, op: combined(parts, op),
+        lambda by, g, op: by.perform("allreduce", g, "sum"),
+        overwrites=True,
+        words=" ({})".format,
+    ),
+    # how: the root
+    "broadcast": Operation(
+        lambda parts, rank, root: np.array(parts[root]),
+        lambda by, g, root: jnp.where(by.rank == root, by.perform("allreduce", g, "sum"), jnp.zeros_like(g)),
+        overwrites=True,
+        words=" from rank {}".format,
+    ),
+    "allgather": Operation(
+        lambda parts, rank, how: np.stack(parts),
+        lambda by, g, how: by.perform("allreduce", g, "sum")[by.rank],
+        lambda shape, size: (size, *shape),
+        batch=(0, 1),
+    ),
+    # of blocks of rows, one for each rank, along the first axis
+    "alltoall": Operation(
+        lambda parts, rank, how: np.stack([part[rank] for part in parts]),
+        lambda by, g, how: by.perform("alltoall", g),
+        batch=(1, 1),
+    ),
+    "reduce_scatter": Operation(
+        lambda parts, rank, how: combined([_rows_of(part, rank, len(parts)) for part in parts], "sum"),
+        lambda by, g, how: by.perform("allgather", g).reshape(by.size * len(g), *g.shape[1:]),
+        lambda shape, size: (shape[0] // size, *shape[1:]),
+        batch=(1, 1),
+    ),
+    # how: a ``Route``
+    "shift": Operation(_moved, lambda by, g, route: by.perform("shift", g, route.reversed()), words=" {}".format),
+    "permute": Operation(_moved, lambda by, g, route: by.perform("permute", g, route.reversed()), words=" {}".format),
+}
+
+
+def described(name: str, x: Any, how: Any) -> str:
+    """Describe an operation in the words that the ranks compare."""
+    return f"{name} of {x.dtype}{list(x.shape)}" + OPERATIONS[name].words(how)
+
+
+# The primitive. Besides the rows of the table it has "send" and "recv", in which only two ranks take part.
+
+collective_p = Primitive("collective")
+
+
+def _at_once(x: jax.Array, *, by: Any, name: str, how: Any) -> jax.Array:
+    """Perform an operation. ``by``: it has ``rank``, ``size``, ``perform``, ``eager`` and ``traced``."""
+    found: jax.Array = by.eager(name, x, how)
+    return found
+
+
+def _in_program(x: jax.Array, *, by: Any, name: str, how: Any) -> jax.Array:
+    found: jax.Array = by.traced(name, x, how)
+    return found
+
+
+def _shape(x: Any, *, by: Any, name: str, how: Any) -> tuple[Any, Any]:
+    closed = jax.make_jaxpr(functools.partial(_in_program, by=by, name=name, how=how))(x)
+    return closed.out_avals[0], closed.effects
+
+
+def _transpose(g: Any, _: Any, *, by: Any, name: str, how: Any) -> list[jax.Array]:
+    return [OPERATIONS[name].transpose(by, ad.instantiate_zeros(g), how)]
+
+
+def _batched(args: Any, axes: Any, *, by: Any, name: str, how: Any) -> tuple[jax.Array, int]:
+    """Apply one operation to the whole batch.
+
+    The batch's axis comes to the place that the row names: JAX has it wherever this rank's own program left it, and the
+    other ranks' programs may have left theirs elsewhere.
+    """
+    (x,), (axis,) = args, axes
+    before, after = OPERATIONS[name].batch if name in OPERATIONS else (0, 0)
+    found = by.perform(name, jnp.moveaxis(x, axis, before), how)
+    if name == "send":  # what it returns has no axis
+        found = jnp.broadcast_to(found, (x.shape[axis],))
+    return found, after
+
+
+collective_p.def_impl(_at_once)
+collective_p.def_effectful_abstract_eval(_shape)
+ad.deflinear2(collective_p, _transpose)
+ad.primitive_transposes[collective_p] = _transpose  # deflinear2's own omits it where the result is not used
+batching.primitive_batchers[collective_p] = _batched
+mlir.register_lowering(collective_p, mlir.lower_fun(_in_program, multiple_results=False))
+
+
+# Routes: which rank sends to which, as parameters of operations.
+
+
+@dataclass(frozen=True)
+class Route:
+    """Pairs of a sender and its receiver. A rank is the sender of one pair at most, and the receiver of one at most.
+
+    Attributes:
+      words: what the route is, as the ranks compare it; ``back``: the same of the way back.
+    """
+
+    pairs: tuple[tuple[int, int], ...]
+    words: str
+    back: str
+
+    def __str__(self) -> str:
+        return self.words
+
+    def ends(self, rank: int) -> tuple[int | None, int | None]:
+        """Return the rank that a rank sends to, and the rank that sends to it."""
+        target = next((receiver for sender, receiver in self.pairs if sender == rank), None)
+        return target, next((sender for sender, receiver in self.pairs if receiver == rank), None)
+
+    def reversed(self) -> "Route":
+        return Route(tuple((receiver, sender) for sender, receiver in self.pairs), self.back, self.words)
+
+
+def shifted(size: int, by: Any, *, wrap: bool) -> Route:
+    """Return the route on which every rank sends to the rank ``by`` places further on, in a ring or in a row."""
+    by = operator.index(by) % size if wrap else operator.index(by)
+    pairs = tuple((rank, (rank + by) % size if wrap else rank + by) for rank in range(size))
+    if wrap:
+        return Route(pairs, f"by {by}", f"by {-by % size}")
+    return Route(tuple(one for one in pairs if 0 <= one[1] < size), f"by {by} in a row", f"by {-by} in a row")
+
+
+def permuted(size: int, pairs: Iterable[Any]) -> Route:
+    """Return the route of pairs of a sender and its receiver. Raises ValueError if they are none."""
+    pairs = list(pairs)
+    for pair in pairs:
+        ends = tuple(pair) if isinstance(pair, Iterable) else (pair,)
+        if len(ends) != 2 or not all(isinstance(end, int | np.integer) and 0 <= end < size for end in ends):
+            raise ValueError(f"permute: pairs are (sender, receiver), ranks from 0 to {size - 1}, not {pair!r}")
+    found = tuple((int(sender), int(receiver)) for sender, receiver in pairs)
+    for ends, what in zip(zip(*found, strict=True), ("sends to", "gets from"), strict=False):
+        twice = next((rank for rank in ends if ends.count(rank) > 1), None)
+        if twice is not None:
+            raise ValueError(
+                f"permute: rank {twice} {what} several ranks in {list(found)}. Permute several times, or use alltoall."
+            )
+    return Route(found, f"along {list(found)}", f"back along {list(found)}")
