@@ -151,6 +151,19 @@ class Collectives(abc.ABC):
 
         return _each(scattered, tree)
 
+    def scan(self, tree: Any) -> Any:
+        """Return the sum over the ranks up to this one, itself included. Transpose: the same from the last rank on."""
+        refuse_sparse(tree, "scan")
+        return _each(lambda x: self.perform("scan", _checked(x, "sum"), 1), tree)
+
+    def exscan(self, tree: Any) -> Any:
+        """Return the sum over the ranks before this one: where its rows begin, of the ranks' numbers of rows.
+
+        Transpose: the sum over the ranks after this one.
+        """
+        refuse_sparse(tree, "exscan")
+        return _each(lambda x: self.perform("exscan", _checked(x, "sum"), 1), tree)
+
     def shift(self, tree: Any, by: int = 1, *, wrap: bool = True, edge: Any = None) -> Any:
         """Send to the rank ``by`` places further on; return what came from the rank ``by`` places before.
 

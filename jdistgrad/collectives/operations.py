@@ -19,7 +19,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jdistgrad.collectives.arithmetic import combined
+from jdistgrad.collectives.arithmetic import combined, widened
 
 Shape = tuple[int, ...]
 
@@ -57,6 +57,16 @@ def _moved(parts: Sequence[Any], rank: int, route: "Route") -> Any:
     return np.zeros_like(parts[rank]) if source is None else np.array(parts[source])
 
 
+def _prefix_sum(parts: Any, rank: Any, step: int, *, inclusive: bool) -> Any:
+    """Return the sum over the ranks up to this one, in their order: of NumPy's arrays, or in a program of JAX's."""
+    xp, (first, *rest) = np if isinstance(parts[0], np.ndarray) else jnp, range(len(parts))[::step]
+    total = parts[first].astype(widened(parts[0].dtype))
+    for place in rest:
+        counts = (step * place < step * rank) | (inclusive & (place == rank))
+        total = xp.where(counts, total + parts[place], total)
+    return total if inclusive else xp.where(rank == first, xp.zeros_like(total), total)
+
+
 OPERATIONS: dict[str, Operation] = {
     # how: "sum", which has this transpose, "max" or "min"
     "allreduce": Operation(
@@ -89,6 +99,17 @@ OPERATIONS: dict[str, Operation] = {
         lambda by, g, how: by.perform("allgather", g).reshape(by.size * len(g), *g.shape[1:]),
         lambda shape, size: (shape[0] // size, *shape[1:]),
         batch=(1, 1),
+    ),
+    # how: 1, or -1 to add from the last rank on
+    "scan": Operation(
+        lambda parts, rank, step: _prefix_sum(parts, rank, step, inclusive=True),
+        lambda by, g, step: by.perform("scan", g, -step),
+        words=" in steps of {}".format,
+    ),
+    "exscan": Operation(
+        lambda parts, rank, step: _prefix_sum(parts, rank, step, inclusive=False),
+        lambda by, g, step: by.perform("exscan", g, -step),
+        words=" in steps of {}".format,
     ),
     # how: a ``Route``
     "shift": Operation(_moved, lambda by, g, route: by.perform("shift", g, route.reversed()), words=" {}".format),

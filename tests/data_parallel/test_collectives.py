@@ -90,6 +90,8 @@ OPERATIONS = {
     "blocks": lambda c, x: c.alltoall(x),
     "unequal blocks": lambda c, x: c.alltoall(x, UNEQUAL),
     "scatter": lambda c, x: c.reduce_scatter(x),
+    "scan": lambda c, x: c.scan(x),
+    "exscan": lambda c, x: c.exscan(x),
     "shift": lambda c, x: c.shift(x, 2),
     "shift in a row": lambda c, x: c.shift(x, wrap=False),
 }
@@ -116,6 +118,8 @@ def everybody(name, xs):
         "blocks": lambda: [jnp.concatenate([row[k] for row in blocks]) for k in range(size)],
         "unequal blocks": lambda: [jnp.concatenate([row[k] for row in blocks]) for k in range(size)],
         "scatter": lambda: [sum(row[k] for row in blocks) for k in range(size)],
+        "scan": lambda: [sum(xs[: k + 1]) for k in range(size)],
+        "exscan": lambda: [sum(xs[:k], jnp.zeros_like(xs[0])) for k in range(size)],
         "shift": lambda: [xs[k - 2] for k in range(size)],
         "shift in a row": lambda: [jnp.zeros_like(xs[0]), *xs[:-1]],
     }[name]()
@@ -175,7 +179,7 @@ def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name, r
 OWN_PROGRAMS = (lambda p: jnp.arange(9.0).reshape(3, 3) @ p, lambda p: 2 * p, jnp.cumsum)
 
 
-@pytest.mark.parametrize("name", ["sum", "max", "broadcast", "gather", "blocks", "unequal blocks", "scatter", "shift"])
+@pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {"mean", "product", "rows", "shift in a row"}))
 @on_every_worker
 def test_ranks_vectorize_alike_whatever_they_compute_before(big_world, name, rank, size):
     """Where JAX leaves the axis of a batch depends on each rank's own program."""
