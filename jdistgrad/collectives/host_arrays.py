@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad._compat import configured, trace_state_clean
+from jdistgrad._compat import settings_of_results, trace_state_clean
 from jdistgrad.errors import LeafError
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.wire.memory import BufferPool
@@ -113,16 +113,10 @@ def any_traced(tree: Any) -> bool:
     return staging() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
-def settings() -> tuple[bool, Any, Any]:
-    """Return this thread's JAX settings that change results: x64, the precision of matrix products, the device."""
-    here: Any = jax.config
-    return here.jax_enable_x64, here.jax_default_matmul_precision, configured("jax_default_device")
-
-
 @contextlib.contextmanager
 def as_set(chosen: tuple[bool, Any, Any]) -> Iterator[None]:
     """Open a block in which this thread has the settings of another."""
-    if chosen == settings():
+    if chosen == settings_of_results():
         yield
         return
     x64, precision, device = chosen

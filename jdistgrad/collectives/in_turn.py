@@ -1,31 +1,34 @@
 """Functions one after another on other threads of a worker: the operations of a group that run beside its program."""
 
-import collections
 import concurrent.futures
+import queue
 import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from jdistgrad.collectives.host_arrays import as_set, settings
+from jdistgrad._compat import settings_of_results
+from jdistgrad.collectives.host_arrays import as_set
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
 
+IDLE_SECONDS = 0.1
+
 
 class InTurn:
-    """Functions one after another, on threads of the worker's pool, which go on to other work when there is none left.
+    """Functions one after another, on a thread of the worker's pool, which soon goes on to other work if there is none.
 
-    A thread that waited for the next one would keep the worker that it belongs to. The functions have the settings of
+    A thread that waited for ever would keep the worker that it belongs to. The functions have the settings of
     JAX that the thread has which submits them.
     """
 
     def __init__(self) -> None:
-        self._waiting: collections.deque[Callable[[], None]] = collections.deque()
+        self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock, self._runs = threading.Lock(), False
         self._latest: Callable[[], concurrent.futures.Future[Any] | None] = lambda: None
 
     def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-        future, chosen = InterruptibleFuture[Any](), settings()
+        future, chosen = InterruptibleFuture[Any](), settings_of_results()
 
         def run() -> None:
             try:
@@ -35,8 +38,8 @@ class InTurn:
                 future.set_exception(error)
 
         with put_off_interrupt():  # or nobody might begin
+            self._tasks.put(run)
             with self._lock:
-                self._waiting.append(run)
                 begins, self._runs = not self._runs, True
             if begins:
                 current_worker().run(self._run)
@@ -54,10 +57,13 @@ class InTurn:
 
     def _run(self) -> None:
         while True:
-            with self._lock:
-                self._runs = bool(self._waiting)
-                if not self._waiting:
-                    return
-                function = self._waiting.popleft()
-            function()
-            del function
+            try:
+                function = self._tasks.get(timeout=IDLE_SECONDS)
+            except queue.Empty:
+                with self._lock:
+                    self._runs = not self._tasks.empty()
+                    if not self._runs:
+                        return
+            else:
+                function()
+                del function

@@ -179,7 +179,7 @@ def agree(collectives: Any, text: str, timeout: float, meeting: Meeting | None =
         except Exception as error:
             _refuse(collectives, text, error)
             raise
-        if all(word == words[0] for word in words):
+        if words.count(words[0]) == len(words):
             return
         rolls = [unpack(word) for word in words]
         elsewhere = next((rank for rank, its in enumerate(rolls) if its.act is not Act.OPERATE), None)

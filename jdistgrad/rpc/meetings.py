@@ -4,14 +4,13 @@ Words and letters are messages, so they ring the receiver's bell, and whoever wa
 They are kept until their receiver asks for them, which may be before it has made the group at all.
 """
 
-import contextlib
 import hashlib
 import itertools
 import pickle
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError, WorldClosedError
@@ -20,6 +19,7 @@ from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
 from jdistgrad.wire.arrays import ALIAS_FROM
+from jdistgrad.wire.frames import LONGEST_WORD
 from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
 from jdistgrad.wire.message import Kind, Message, Parcel
 
@@ -41,34 +41,75 @@ class GaveUp(NamedTuple):
     cause: str
 
 
-class Arrivals:
-    """What has come for one group, by key and the sender's world rank."""
+_completing = threading.Lock()  # shared: a lock for each meeting would cost more than it ever waits
+
+
+class Gathering:
+    """Messages of a group with one key: ``done`` when all that this worker waits for have come, or none will.
+
+    Attributes:
+      came: what has come, by the sender's world rank.
+    """
+
+    __slots__ = ("_expected", "_sleeper", "came", "done")
 
     def __init__(self) -> None:
-        self.came: dict[tuple[int, int], Any] = {}
-        self.gave_up: GaveUp | None = None  # the first of the others that did
-        self._lock = threading.Lock()
-        self._next: InterruptibleFuture[None] | None = None  # for threads that sleep until something comes
+        self.came: dict[int, Any] = {}
+        self.done, self._expected = False, -1  # how many are to come, once this worker waits for them
+        self._sleeper: InterruptibleFuture[None] | None = None
 
-    def add(self, key: int, source: int, body: Any) -> None:
-        self.came[key, source] = body
-        self.wake()
+    def add(self, source: int, body: Any) -> None:
+        self.came[source] = body
+        if len(self.came) == self._expected:
+            self.end()
 
-    def wake(self) -> None:
-        with self._lock:
-            arrival, self._next = self._next, None
-        if arrival is not None:
-            arrival.set_result(None)
+    def expect(self, count: int) -> None:
+        self._expected = count
+        if len(self.came) == count:
+            self.end()
 
-    def next(self, done: Callable[[], bool]) -> InterruptibleFuture[None]:
-        """Return a future that is done when something more has come, or at once if what is awaited is there."""
-        with self._lock:
-            if self._next is None:
-                self._next = InterruptibleFuture()
-            arrival = self._next
-        if done():
-            self.wake()
-        return arrival
+    def end(self) -> None:
+        with _completing:
+            self.done, sleeper = True, self._sleeper
+            self._sleeper = None
+        if sleeper is not None:
+            sleeper.set_result(None)
+
+    def futures(self) -> tuple[InterruptibleFuture[None]]:
+        with _completing:
+            future = self._sleeper = self._sleeper or InterruptibleFuture[None]()
+        if self.done:
+            self.end()
+        return (future,)
+
+
+class Arrivals:
+    """What has come for one group, by key, and the first word of another worker that waits no longer."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[int, Gathering] = {}
+        self.gave_up: GaveUp | None = None
+
+    def of(self, key: int) -> Gathering:
+        return self._by_key.get(key) or self._by_key.setdefault(key, Gathering())
+
+    def expect(self, key: int, count: int) -> Gathering:
+        """Return the messages with a key, of which this worker waits for so many."""
+        found = self.of(key)
+        found.expect(count)
+        if self.gave_up is not None and self.gave_up.turn <= key < LETTERS:
+            found.end()
+        return found
+
+    def end(self, word: GaveUp) -> None:
+        """Let nobody wait for a meeting from this one on."""
+        self.gave_up = self.gave_up or word
+        for key, one in list(self._by_key.items()):
+            if word.turn <= key < LETTERS:
+                one.end()
+
+    def drop(self, key: int) -> None:
+        self._by_key.pop(key, None)
 
 
 class Meetings:
@@ -79,64 +120,34 @@ class Meetings:
         self._made: dict[Any, itertools.count[int]] = {}
 
     def arrivals(self, group: int) -> Arrivals:
-        return self._of.setdefault(group, Arrivals())
+        return self._of.get(group) or self._of.setdefault(group, Arrivals())
 
     def arrived(self, message: Message) -> None:
         assert message.scope is not None
-        arrivals, body = self.arrivals(message.scope), message.body
+        arrivals = self.arrivals(message.scope)
         if message.id == GAVE_UP:
-            arrivals.gave_up = arrivals.gave_up or unpacked(body)
-            arrivals.wake()
+            arrivals.end(unpacked(message.body))
         else:
-            arrivals.add(message.id, message.source, body)
+            arrivals.of(message.id).add(message.source, message.body)
 
     def next_of(self, name: Any) -> int:
         return next(self._made.setdefault(name, itertools.count()))
 
 
-class Awaited:
-    """Messages of a group with one key, from some workers."""
-
-    def __init__(self, arrivals: Arrivals, key: int, sources: Collection[int]):
-        self._arrivals, self._wanted = arrivals, {(key, source) for source in sources}
-
-    @property
-    def done(self) -> bool:
-        return self._wanted <= self._arrivals.came.keys()
-
-    def futures(self) -> tuple[InterruptibleFuture[None]]:
-        return (self._arrivals.next(lambda: self.done),)
-
-    def take(self) -> dict[int, Any]:
-        """Return what has come, by its sender."""
-        return {one[1]: self._arrivals.came.pop(one) for one in self._wanted}
-
-    def missing(self) -> set[int]:
-        """Return the senders from which nothing has come."""
-        return {source for _, source in self._wanted - self._arrivals.came.keys()}
-
-
-class Meeting(Awaited):
-    """A meeting that this worker has come to: ``done`` when all have, or one of the others has given up."""
+class Meeting:
+    """A meeting that this worker has come to."""
 
     def __init__(self, members: "Members", arrivals: Arrivals, turn: int, word: Any, what: str):
-        super().__init__(arrivals, turn, members.others)
-        self._members, self._turn, self._word, self._what = members, turn, word, what
-
-    @property
-    def done(self) -> bool:
-        return self._has_failed() or super().done
-
-    def _has_failed(self) -> bool:
-        word = self._arrivals.gave_up
-        return word is not None and word.turn <= self._turn
+        self._members, self._arrivals, self._turn, self._word, self._what = members, arrivals, turn, word, what
+        self._gathering = arrivals.expect(turn, len(members.others))
 
     def at_once(self, seconds: float) -> bool:
         """Return whether the meeting has ended within a moment, of which the watchdog need not know."""
-        if not self.done:
+        gathering = self._gathering
+        if not gathering.done:
             with put_off_interrupt():
-                self._members.worker.transport.wait(self, time.monotonic() + seconds)
-        return self.done
+                self._members.worker.transport.wait(gathering, time.monotonic() + seconds)
+        return gathering.done
 
     def wait(self, timeout: float) -> list[Any]:
         """Return the words of all, in the order of the group.
@@ -146,31 +157,39 @@ class Meeting(Awaited):
           CollectiveError: a word cannot be pickled.
           WorkerLostError: one will not come.
         """
-        members, start = self._members, time.monotonic()
         if not self.at_once(AT_ONCE):
-            entry = CollectiveEntry(self._what, members.name, self._turn)
-            with WatchedBlock(members.worker, entry, members.ranks) as block:
-                try:
-                    if not block.wait(self, timeout - AT_ONCE):
-                        members.give_up(self._turn, self._absent(), timeout)
-                except KeyboardInterrupt:
-                    seconds = round(time.monotonic() - start, 1)
-                    members.give_up(self._turn, self._absent(), seconds, "KeyboardInterrupt")
-                    raise
-                if self._has_failed():
-                    raise self._failure(block)
+            self._wait(timeout - AT_ONCE)
         if self._has_failed():
             raise self._failure(None)
-        found = self.take()
-        words = [self._word if rank not in found else unpacked(found[rank]) for rank in members.ranks]
+        members, came = self._members, self._gathering.came
+        self._arrivals.drop(self._turn)
+        words = [unpacked(came[rank]) if rank in came else self._word for rank in members.ranks]
         for word in words:
             if isinstance(word, CollectiveError):
                 raise word
         return words
 
-    def _absent(self) -> list[int]:
-        missing = self.missing()
-        return [place for place, rank in enumerate(self._members.ranks) if rank in missing]
+    def _wait(self, timeout: float) -> None:
+        members, start = self._members, time.monotonic()
+        entry = CollectiveEntry(self._what, members.name, self._turn)
+        with WatchedBlock(members.worker, entry, members.ranks) as block:
+            try:
+                if not block.wait(self._gathering, timeout):
+                    members.give_up(self._turn, self._missing(), round(timeout, 3))
+            except KeyboardInterrupt:
+                seconds = round(time.monotonic() - start, 1)
+                members.give_up(self._turn, self._missing(), seconds, "KeyboardInterrupt")
+                raise
+            if self._has_failed():
+                raise self._failure(block)
+
+    def _has_failed(self) -> bool:
+        word = self._arrivals.gave_up
+        return word is not None and word.turn <= self._turn
+
+    def _missing(self) -> list[int]:
+        came, members = self._gathering.came, self._members
+        return [place for place, rank in enumerate(members.ranks) if rank in members.others and rank not in came]
 
     def _failure(self, block: "WatchedBlock | None") -> MissingRanksError:
         word, members = self._arrivals.gave_up, self._members
@@ -223,38 +242,40 @@ class Members:
     def begin(self, word: Any, what: str) -> Meeting:
         """Come to the next meeting, with a word for the others."""
         turn, worker = next(self._turns), self.worker
-        body = word
-        if self.others and not worker.hands_over:
-            try:
-                body = packed(word)
-            except Exception as error:  # the others wait for something in any case
-                word = CollectiveError(f"{what}: that of rank {self.rank} cannot be pickled: {in_short(error)}")
-                body = packed(word)
-        for rank in self.others:
-            self._tell(worker, rank, turn, body)
+        if type(word) is bytes and len(word) < LONGEST_WORD and not worker.hands_over:
+            with put_off_interrupt():
+                worker.transport.send_words(self.others, turn, self.name, word)
+            return Meeting(self, self._arrivals, turn, word, what)
+        try:
+            body = word if worker.hands_over else packed(word)
+        except Exception as error:  # the others wait for something in any case
+            word = CollectiveError(f"{what}: that of rank {self.rank} cannot be pickled: {in_short(error)}")
+            body = packed(word)
+        self._tell_others(worker, turn, body)
         return Meeting(self, self._arrivals, turn, word, what)
 
-    def _tell(self, worker: Mailbox, rank: int, key: int, body: Any) -> None:
-        with contextlib.suppress(WorkerLostError):  # whoever waits for that worker finds out, and says in what
-            self._send(worker, rank, key, body)
-
-    def _send(self, worker: Mailbox, rank: int, key: int, body: Any) -> None:
+    def _tell_others(self, worker: Mailbox, key: int, body: Any) -> None:
         with put_off_interrupt():
-            worker.transport.send(rank, Message(Kind.MEET, worker.rank, key, body, self.name))
+            for rank in self.others:
+                try:
+                    worker.transport.send(rank, Message(Kind.MEET, worker.rank, key, body, self.name))
+                except WorkerLostError:
+                    continue
 
     def give_up(self, turn: int, missing: list[int], seconds: float, cause: str = "") -> None:
         """Tell the others that this worker waits no longer: neither this meeting nor a later one takes place."""
         worker, word = self.worker, GaveUp(self.rank, turn, missing, seconds, cause)
-        self._arrivals.gave_up = self._arrivals.gave_up or word
-        for rank in self.others:
-            self._tell(worker, rank, GAVE_UP, word if worker.hands_over else packed(word))
+        self._arrivals.end(word)
+        self._tell_others(worker, GAVE_UP, word if worker.hands_over else packed(word))
 
     # Letters. The k-th that a worker sends to another with a tag is the k-th that the other takes.
 
     def send(self, to: int, tag: int, letter: Any) -> None:
         """Send a letter to a rank of the group, without waiting."""
-        worker, key = self.worker, self._letter(to, tag, incoming=False)
-        self._send(worker, self.ranks[to], key, trees.steady(letter) if worker.hands_over else packed(letter))
+        worker, key = self.worker, self._letter(self.rank, to, tag, incoming=False)
+        body = trees.steady(letter) if worker.hands_over else packed(letter)
+        with put_off_interrupt():
+            worker.transport.send(self.ranks[to], Message(Kind.MEET, worker.rank, key, body, self.name))
 
     def receive(self, source: int, tag: int, what: str, timeout: float, remedy: str = "") -> Any:
         """Return the next letter from a rank of the group.
@@ -267,7 +288,8 @@ class Members:
           WorkerLostError: none will come.
         """
         worker, ranks = self.worker, (self.ranks[self.rank], self.ranks[source])
-        awaited = Awaited(self._arrivals, self._letter(source, tag, incoming=True), ranks[1:])
+        key = self._letter(source, source, tag, incoming=True)
+        awaited = self._arrivals.expect(key, 1)
         entry = CollectiveEntry(what, (self.name, ranks[::-1], tag), 0)
         with WatchedBlock(worker, entry, ranks) as block:
             if not block.wait(awaited, timeout):
@@ -275,11 +297,13 @@ class Members:
                 where = f" (it is at {place})" if place else ""
                 text = f"{what}: nothing has come within {timeout:g} s{where}. {remedy}"
                 raise MissingRanksError(text, missing=[source], seconds=timeout)
-        (body,) = awaited.take().values()
-        return unpacked(body)
+        self._arrivals.drop(key)
+        return unpacked(awaited.came[ranks[1]])
 
-    def _letter(self, other: int, tag: int, *, incoming: bool) -> int:
-        return LETTERS | tag << 32 | next(self._letters.setdefault((other, tag, incoming), itertools.count()))
+    def _letter(self, sender: int, other: int, tag: int, *, incoming: bool) -> int:
+        """Return the key of the next letter from a rank, exchanged with the other one."""
+        number = next(self._letters.setdefault((other, tag, incoming), itertools.count()))
+        return LETTERS | sender << 42 | tag << 32 | number
 
 
 def packed(value: Any) -> Parcel:

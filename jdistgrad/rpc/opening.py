@@ -106,7 +106,9 @@ def _open(world: str, rank: int, workers: Directory, transport: Transport, **set
         logging.getLogger(name).addFilter(add_fields)  # once, however often it is added
     try:
         transport.start(
-            Receiver(worker.receive, worker.run, worker.enter_thread, worker.tick, worker.fail, worker.lost)
+            Receiver(
+                worker.word, worker.receive, worker.run, worker.enter_thread, worker.tick, worker.fail, worker.lost
+            )
         )
     except errors.DistgradError:  # another local worker failed before all were there
         worker.close(graceful=False)

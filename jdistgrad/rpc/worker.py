@@ -90,6 +90,11 @@ class Worker(Mailbox):
 
     # Messages in.
 
+    def word(self, source: int, key: int, group: int, word: bytes) -> None:
+        if not (self.survives and source in self.peers.lost):
+            self.peers.liveness.heard(source)
+            self.meetings.arrivals(group).of(key).add(source, word)
+
     def receive(self, message: Message) -> Task | None:
         kind, body, source = message.kind, message.body, message.source
         if self.survives and source in self.peers.lost:

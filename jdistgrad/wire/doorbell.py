@@ -73,9 +73,9 @@ class Doorbell:
         """Show the others which bell is to be rung from now on."""
         self._sign[0] = bell
 
-    def ring(self, rank: int) -> None:
-        """Wake the rank's thread that sleeps, if one does, and the rank is on this machine."""
-        wanted = self._signs[rank][0] if self._signs else AWAKE
+    def ring(self, rank: int, bells: int = WAITS | SERVES) -> None:
+        """Wake the rank's thread that sleeps, if one does by one of these bells, and the rank is on this machine."""
+        wanted = self._signs[rank][0] & bells if self._signs else AWAKE
         if wanted:
             for bell, other in self._others[rank].copy().items():
                 if wanted & bell:

@@ -110,3 +110,19 @@ def unpack(frame: Any, source: int) -> Frame:
             places += PLACE.unpack_from(view, start)
             start += PLACE.size
     return Frame(message, number, attached, lengths, pieces, places)
+
+
+# Words of meetings, a few dozen bytes each: a frame of their own, since all ranks wait for them.
+
+WORD = struct.Struct("<B7xQQ")  # kind, id, scope
+LONGEST_WORD = 1 << 12
+
+
+def pack_word(identifier: int, scope: int, word: bytes) -> bytes:
+    return WORD.pack(Kind.WORD, identifier, scope) + word
+
+
+def unpack_word(frame: bytearray) -> tuple[int, int, bytes]:
+    """Return the id and scope of a word, and the word."""
+    _, identifier, scope = WORD.unpack_from(frame)
+    return identifier, scope, bytes(frame[WORD.size :])

@@ -28,6 +28,7 @@ class Kind(enum.IntEnum):
     BREAK = 17
     LOST = 18
     MEET = 19
+    WORD = 20
 
 
 CALLS = frozenset({Kind.CALL, Kind.REMOTE})

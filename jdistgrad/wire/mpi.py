@@ -23,7 +23,7 @@ from jdistgrad import errors
 from jdistgrad.wire import frames
 from jdistgrad.wire.doorbell import SERVES, WAITS, Doorbell
 from jdistgrad.wire.memory import BufferPool, SharedMemory
-from jdistgrad.wire.message import ENCODED, Message, Parcel
+from jdistgrad.wire.message import ENCODED, Kind, Message, Parcel
 from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
 from jdistgrad.wire.mpi_process import chunks
 from jdistgrad.wire.mpi_progress import Progress
@@ -136,26 +136,39 @@ class MPITransport(Transport):
                 self._receiver.run(task)
             self._doorbell.ring_own(WAITS)
             return
-        if self._closed:
-            raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
-        if peer in self._lost:
-            raise self._is_lost(peer)
         parcel = message.body
         if message.kind not in ENCODED and parcel is not None:
             parcel = Parcel(pickle.dumps(parcel, protocol=5), [])
         number = next(self._numbers[peer])
         frame, bulk = frames.pack(message, parcel, number, functools.partial(self._memory.put, peer))
+        self._start(peer, frame, bulk, 1 + number % self._tags)
+
+    def send_words(self, peers: Sequence[int], identifier: int, scope: int, word: bytes) -> None:
+        frame = frames.pack_word(identifier, scope, word)
+        for peer in peers:
+            try:
+                self._start(peer, frame, bells=WAITS)  # who comes later to the meeting looks then
+            except errors.WorkerLostError:
+                continue
+
+    def _start(
+        self, peer: int, frame: bytes, bulk: Sequence[memoryview] = (), tag: int = 0, bells: int = WAITS | SERVES
+    ) -> None:
+        """Start to send a frame, and the pieces that follow it; ring."""
+        if self._closed:
+            raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
+        if peer in self._lost:
+            raise self._is_lost(peer)
         requests: list[MPI.Request] = []
         try:
             requests.append(self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG))
-            tag = 1 + number % self._tags
             for piece in bulk:
                 requests += [self._comm.Isend([part, MPI.BYTE], peer, tag) for part in chunks(piece)]
             if not MPI.Request.Testall(requests):
                 self._outgoing.append(Transfer(requests, (frame, bulk), peer))
                 self._begun += 1
                 self._doorbell.ring_own(WAITS | SERVES)  # whoever looks here now must look for its end, too
-            self._doorbell.ring(peer)
+            self._doorbell.ring(peer, bells)
         except MPI.Exception as error:
             self._dropped.append(Transfer(requests, (frame, bulk), peer))
             if self._failures is None or not is_failure(error):
@@ -254,6 +267,9 @@ class MPITransport(Transport):
 
     def _frame_complete(self, source: int, data: bytearray) -> Task | None:
         """Take a complete frame: deliver its message, or start to receive its large pieces."""
+        if data[0] == Kind.WORD:
+            self._receiver.word(source, *frames.unpack_word(data))
+            return None
         frame = frames.unpack(data, source)
         if not frame.places:
             return self._receive(frame.complete())

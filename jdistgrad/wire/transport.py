@@ -39,6 +39,7 @@ class Receiver:
     """The callbacks of a transport. ``receive`` and ``tick`` must be quick, not wait, and not run users' code.
 
     Arguments:
+      word: takes a word of a meeting: its sender, id, scope and bytes.
       receive: takes a message; returns work that cannot be done quickly as a task, which the transport must have run.
       run: runs a task on some thread that may wait.
       enter_thread: prepares a thread of the transport, before it runs tasks.
@@ -47,6 +48,7 @@ class Receiver:
       lost: takes note that a worker has died, and why.
     """
 
+    word: Callable[[int, int, int, bytes], None]
     receive: Callable[[Message], Task | None]
     run: Callable[[Task], None]
     enter_thread: Callable[[], None]
@@ -80,6 +82,14 @@ class Transport:
           WorldClosedError: the transport is closed (over MPI).
           WorkerLostError: the peer has left (in a local world), or is lost (over MPI, in a world that survives).
           WireError: the transport has failed (over MPI).
+        """
+
+    def send_words(self, peers: Sequence[int], identifier: int, scope: int, word: bytes) -> None:
+        """Send a few bytes to several workers, but for those that are lost. Only where messages are encoded.
+
+        Raises:
+          WorldClosedError: the transport is closed.
+          WireError: it has failed.
         """
 
     def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:

@@ -58,7 +58,7 @@ class Mailbox:
         self.seen = set()  # the threads that have looked
         self.broken = None
         self.bell, self.rings = Bell(), rings
-        receiver = Receiver(None, self.run, int, self.tick, self.failures.append, None)
+        receiver = Receiver(None, None, self.run, int, self.tick, self.failures.append, None)
         rung = {"came": lambda: not self.tasks.empty(), "rings": lambda: self.rings}
         self.progress = Progress("test", self.look, receiver, self.bell, **rung, **how)
         self.progress.start()
