@@ -66,7 +66,7 @@ def mpi4jax() -> Facts:
 
 def collect() -> Facts:
     """Return all facts about this process. Every rank must call it."""
-    from jdistgrad.collectives import mpi_on_device
+    from jdistgrad.collectives import by_mpi4jax
 
     found, installed = devices(), {one.name: one.version for one in importlib.metadata.distributions()}
     with warnings.catch_warnings():
@@ -79,7 +79,7 @@ def collect() -> Facts:
             "mpi": mpi(),
             "devices": found,
             "mpi4jax": mpi4jax(),
-            "on_device": found.get("error") or mpi_on_device.refusal(),
+            "on_device": found.get("error") or by_mpi4jax.refusal(),
             "cores": len(usable_cores()),
         }
 

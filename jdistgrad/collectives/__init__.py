@@ -6,7 +6,7 @@ Uses rpc to find the participants and to meet. Used by data_parallel, optim, sav
 from jdistgrad.collectives.base import Collectives as Collectives
 from jdistgrad.collectives.default import of_this_world as of_this_world
 from jdistgrad.collectives.devices import Devices as Devices
-from jdistgrad.collectives.local import Local as Local
+from jdistgrad.collectives.host import Local as Local
 from jdistgrad.collectives.mesh import Mesh as Mesh
 from jdistgrad.collectives.mpi import MPI as MPI
 

@@ -9,8 +9,7 @@ import jax
 
 from jdistgrad.collectives import world
 from jdistgrad.collectives.devices import Devices
-from jdistgrad.collectives.host import TIMEOUT, HostCollectives
-from jdistgrad.collectives.local import Local
+from jdistgrad.collectives.host import TIMEOUT, HostCollectives, Local
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.rank_devices import UnusableDevicesError
 from jdistgrad.collectives.roll_call import agree

@@ -14,6 +14,7 @@ from jdistgrad._compat import trace_context
 from jdistgrad.collectives import rank_devices
 from jdistgrad.collectives.host import TIMEOUT
 from jdistgrad.collectives.host_arrays import any_traced
+from jdistgrad.collectives.leaves import enclosed, has_functions, on_opened, opened
 from jdistgrad.collectives.mesh import Mesh
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.spanning import (
@@ -25,7 +26,6 @@ from jdistgrad.collectives.spanning import (
     spanning_program,
     traced,
 )
-from jdistgrad.collectives.static_parts import enclosed, has_functions, on_opened, opened
 from jdistgrad.collectives.under_way import end_job, under_way
 from jdistgrad.errors import CollectiveError, DisagreementError
 

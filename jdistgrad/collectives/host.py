@@ -1,10 +1,10 @@
-"""Collectives of processes or threads, which meet, agree on each operation, and reduce in host memory."""
+"""Groups of processes or threads, which meet, agree on each operation, and reduce in host memory; those of threads."""
 
 import concurrent.futures
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar, cast
 
 import jax
@@ -13,19 +13,20 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdistgrad.collectives.base import Collectives
-from jdistgrad.collectives.engines import Engine
+from jdistgrad.collectives.engines import Engine, Threads
 from jdistgrad.collectives.host_arrays import copied, like
 from jdistgrad.collectives.in_turn import InTurn
 from jdistgrad.collectives.operations import OPERATIONS, collective_p, described
 from jdistgrad.collectives.roll_call import agree, undivided
 from jdistgrad.collectives.send_recv import Peer, carried
+from jdistgrad.collectives.world import FOR_ANY_WORLD, is_local
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.dispatch import finish_programs
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.traced_hook import staging
-from jdistgrad.rpc.worker import Worker
+from jdistgrad.rpc.worker import Worker, current_worker
 
 T = TypeVar("T")
 
@@ -236,6 +237,33 @@ class HostCollectives(Collectives):
     def effect(self) -> Any:
         """Return the ordered effect of operations in programs."""
         return in_order()
+
+
+class Local(HostCollectives):
+    """Collectives with workers of the current local world as ranks.
+
+    Every worker must make its ``Local`` objects in the same order: the k-th of each belong together.
+
+    Arguments:
+      workers: the world ranks of the participants; default all.
+    """
+
+    def __init__(self, workers: Sequence[int] | None = None) -> None:
+        worker = current_worker()
+        if not is_local(worker):
+            raise CollectiveError(
+                f"collectives of threads, made by {worker.info}: this world's workers are processes, and none would "
+                f"meet another one. {FOR_ANY_WORLD}"
+            )
+        self.engine = Threads(Members(worker, range(worker.size) if workers is None else workers))
+        self.rank, self.size = self.members.rank, self.members.size
+
+    def __repr__(self) -> str:
+        return f"Local(rank={self.rank}, size={self.size})"
+
+    def agree(self, text: str) -> None:
+        finish_programs()  # which meet in the same group
+        super().agree(text)
 
 
 @functools.cache

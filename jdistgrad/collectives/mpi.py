@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import io_callback
 
-from jdistgrad.collectives import mpi_in_programs, mpi_on_device, world
+from jdistgrad.collectives import by_mpi4jax, world
 from jdistgrad.collectives.base import Collectives
+from jdistgrad.collectives.by_mpi4jax import MET
 from jdistgrad.collectives.engines import Engine, OverMPI
 from jdistgrad.collectives.host import TIMEOUT, HostCollectives
-from jdistgrad.collectives.mpi_in_programs import MET
 from jdistgrad.collectives.operations import described
 from jdistgrad.collectives.rank_devices import default_device
 from jdistgrad.collectives.send_recv import Peer
@@ -66,12 +66,12 @@ class MPI(HostCollectives):
         host = socket.gethostname()
         cores = [its for where, its in self.gather_objects((host, usable_cores())) if where == host]
         self.has_room = world.has_room(cores, self.size)
-        self._by_mpi4jax = on_device or (type(self) is MPI and on_cpus() and mpi_on_device.has_mpi4jax())
+        self._by_mpi4jax = on_device or (type(self) is MPI and on_cpus() and by_mpi4jax.has_mpi4jax())
         self._of_programs = self._over(self.engine.again(timeout))
         if on_device:
             self.device = default_device()
             self.agree("new collectives over MPI on devices")
-            mpi_on_device.require_support(self.gather_objects(mpi_on_device.refusal()))
+            by_mpi4jax.require_support(self.gather_objects(by_mpi4jax.refusal()))
 
     def __repr__(self) -> str:
         return f"MPI(rank={self.rank}, size={self.size}{'' if self.device is None else ', on_device=True'})"
@@ -98,10 +98,10 @@ class MPI(HostCollectives):
     def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
         if not self._by_mpi4jax:
             return super().compiled(name, x, how)
-        return mpi_in_programs.performed(self._of_programs, name, self._after_meeting(x), how)
+        return by_mpi4jax.performed(self._of_programs, name, self._after_meeting(x), how)
 
     def effect(self) -> Any:
-        return mpi_in_programs.in_order() if self._by_mpi4jax else super().effect()
+        return by_mpi4jax.in_order() if self._by_mpi4jax else super().effect()
 
     def section(self, what: str) -> Any:
         if not self._by_mpi4jax or not self.meets_in_programs or self.size == 1:
@@ -112,13 +112,13 @@ class MPI(HostCollectives):
     def _section_by_mpi4jax(self, what: str) -> Iterator["MPI"]:
         quiet, channel, timeout = self.adjusted(meets_in_programs=False), self._of_programs, self.timeout
         if not on_cpus():  # operations of the section use the flag, so they wait for the agreement
-            quiet._met = io_callback(lambda: mpi_in_programs.meet(channel, what, timeout), MET, ordered=True)
+            quiet._met = io_callback(lambda: by_mpi4jax.meet(channel, what, timeout), MET, ordered=True)
             yield quiet
             return
-        enter = functools.partial(mpi_in_programs.enter, channel, what, timeout)
+        enter = functools.partial(by_mpi4jax.enter, channel, what, timeout)
         call_in_order(enter, (), effect=self.effect(), quick=True)
         yield quiet
-        call_in_order(functools.partial(mpi_in_programs.leave, channel), (), effect=self.effect(), quick=True)
+        call_in_order(functools.partial(by_mpi4jax.leave, channel), (), effect=self.effect(), quick=True)
 
     # On the ranks' devices.
 
@@ -140,7 +140,7 @@ class MPI(HostCollectives):
 
     def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
         """Return a program of a jaxpr, and of what ``finish`` makes of its results with collectives."""
-        return mpi_on_device.rank_program(self, closed, finish, what)
+        return by_mpi4jax.rank_program(self, closed, finish, what)
 
     def dispatch(
         self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from jdistgrad.collectives.by_mpi4jax import AT_ONCE
 from jdistgrad.collectives.engines import OverMPI
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.mpi import MPI
-from jdistgrad.collectives.mpi_in_programs import AT_ONCE
 from jdistgrad.collectives.world import TOLD_SECONDS, is_failure, keep, let_go, lost_among, names_of
 from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError
 from jdistgrad.rpc.meetings import Members

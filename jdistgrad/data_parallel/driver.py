@@ -16,14 +16,12 @@ from jdistgrad.collectives.in_turn import InTurn
 from jdistgrad.collectives.leaves import describe, flatten, index_dimensions, is_sparse
 from jdistgrad.collectives.roll_call import Act, Joining
 from jdistgrad.collectives.survivors import able_to_go_on
-from jdistgrad.data_parallel.agreement import Terms, bit_digests
 from jdistgrad.data_parallel.averages import require_rows
 from jdistgrad.data_parallel.hooks import Hook, require_states
-from jdistgrad.data_parallel.program import Programs, Trace, readiness
+from jdistgrad.data_parallel.program import Programs, Segmented, Trace, readiness
 from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
 from jdistgrad.data_parallel.reduction import Reduction
-from jdistgrad.data_parallel.rules import BucketPlan, Handling, Rules
-from jdistgrad.data_parallel.segments import Segmented
+from jdistgrad.data_parallel.rules import BucketPlan, Handling, Rules, Terms, bit_digests
 from jdistgrad.data_parallel.statistics import Statistics, after_step
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs

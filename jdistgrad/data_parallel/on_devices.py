@@ -25,19 +25,17 @@ import numpy as np
 from jdistgrad import events, jaxprs
 from jdistgrad.collectives.base import Collectives
 from jdistgrad.collectives.host import HostCollectives
-from jdistgrad.collectives.leaves import flatten, is_sparse
+from jdistgrad.collectives.leaves import flatten, is_sparse, removed
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.roll_call import Act
 from jdistgrad.collectives.spanning import Program, at_home, in_one_order
-from jdistgrad.collectives.static_parts import removed
-from jdistgrad.data_parallel.agreement import Settings
 from jdistgrad.data_parallel.buckets import Bucket
 from jdistgrad.data_parallel.compiled import average_buckets
 from jdistgrad.data_parallel.driver import Driver, as_gradient, kind_of
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.program import Programs, Trace
 from jdistgrad.data_parallel.reduction import Reduction
-from jdistgrad.data_parallel.rules import BucketPlan, Handling, Rules
+from jdistgrad.data_parallel.rules import BucketPlan, Handling, Rules, Settings
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.functions import Args, Kwargs
 

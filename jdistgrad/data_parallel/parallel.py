@@ -19,9 +19,17 @@ from jdistgrad.collectives.base import require_collectives
 from jdistgrad.collectives.default import of_this_world
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.host_arrays import any_traced, on_numbers, refuse_keys
-from jdistgrad.collectives.leaves import is_elsewhere, refuse_elsewhere, refuse_sparse
+from jdistgrad.collectives.leaves import (
+    enclosed,
+    has_functions,
+    is_elsewhere,
+    on_opened,
+    opened,
+    refuse_elsewhere,
+    refuse_sparse,
+    removed,
+)
 from jdistgrad.collectives.roll_call import Joining
-from jdistgrad.collectives.static_parts import enclosed, has_functions, on_opened, opened, removed
 from jdistgrad.corrections import Corrected
 from jdistgrad.data_parallel.buckets import Cap
 from jdistgrad.data_parallel.compiled import CompiledAverage, localized

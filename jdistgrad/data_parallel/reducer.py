@@ -19,14 +19,16 @@ from jdistgrad.collectives.leaves import is_sparse
 from jdistgrad.collectives.roll_call import Act, Joining, Roll, RollCall
 from jdistgrad.collectives.survivors import Survivors
 from jdistgrad.data_parallel import averages
-from jdistgrad.data_parallel.agreement import (
+from jdistgrad.data_parallel.buckets import Bucket
+from jdistgrad.data_parallel.rules import (
+    BucketPlan,
+    Handling,
+    Rules,
     Terms,
     require_agreement,
     require_same_bits,
     require_same_parameters,
 )
-from jdistgrad.data_parallel.buckets import Bucket
-from jdistgrad.data_parallel.rules import BucketPlan, Handling, Rules
 from jdistgrad.data_parallel.statistics import Span
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.meetings import Meeting

@@ -10,7 +10,7 @@ from helpers.data import assert_close
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
-from jdistgrad.collectives import engines, mpi_in_programs
+from jdistgrad.collectives import by_mpi4jax, engines
 from jdistgrad.collectives.default import of_this_world, shared
 from jdistgrad.errors import CollectiveError, DisagreementError
 
@@ -66,7 +66,7 @@ def test_trees_go_through_every_operation(world, rank, size):
 @on_every_worker
 def test_larger_than_a_chunk(big_world, monkeypatch, rank, size):
     # Smaller limits test the path for arrays larger than MPI can count.
-    for module in (engines, mpi_in_programs):
+    for module in (engines, by_mpi4jax):
         monkeypatch.setattr(module, "CHUNK", 1000)
     c, last = of_this_world(), size - 1
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings, strategies as st
 
 from jdistgrad.collectives.leaves import Leaf, describe
 from jdistgrad.data_parallel import program as trace
-from jdistgrad.data_parallel.agreement import Terms
 from jdistgrad.data_parallel.buckets import MIB, lay_out, limits_of, plan_buckets
-from jdistgrad.data_parallel.rules import Rules
+from jdistgrad.data_parallel.rules import Rules, Terms
 
 
 def leaf(size, dtype="float32"):

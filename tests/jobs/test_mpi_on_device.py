@@ -2,7 +2,7 @@
 
 import pytest
 
-from jdistgrad.collectives import mpi_on_device
+from jdistgrad.collectives import by_mpi4jax
 
 STEPS = """
     import jax, jax.numpy as jnp
@@ -33,10 +33,10 @@ REFUSALS = """
         print("no error")
     except jd.NonFiniteError as error:
         print(f"rank {rank} says {error}")
-    from jdistgrad.collectives import mpi_on_device
+    from jdistgrad.collectives import by_mpi4jax
     if rank == 1:
-        mpi_on_device.has_mpi4jax = lambda: False
-        mpi_on_device.refusal.cache_clear()
+        by_mpi4jax.has_mpi4jax = lambda: False
+        by_mpi4jax.refusal.cache_clear()
     try:
         jd.collectives.MPI(on_device=True)
         print("no error")
@@ -113,17 +113,17 @@ def test_ranks_on_cpus_and_gpus_are_told_that_their_programs_reduce_in_other_way
 
 
 def test_the_trial_in_a_process_of_its_own(tmp_path, monkeypatch):
-    assert mpi_on_device.trial() == ""
+    assert by_mpi4jax.trial() == ""
     crashing = tmp_path / "mpi4jax.py"
     crashing.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert "ended with signal 11: this MPI does not take device pointers" in mpi_on_device.trial()
+    assert "ended with signal 11: this MPI does not take device pointers" in by_mpi4jax.trial()
     crashing.write_text("raise OSError('no MPI here')\n")
-    assert mpi_on_device.trial().endswith("in a process of its own, failed: OSError: no MPI here.")
+    assert by_mpi4jax.trial().endswith("in a process of its own, failed: OSError: no MPI here.")
 
 
 def test_a_trial_that_receives_other_numbers_fails(tmp_path, monkeypatch):
     (tmp_path / "mpi4jax.py").write_text("def sendrecv(x, *ranks, comm):\n    return x + 1\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("PYTHONOPTIMIZE", "1")  # Python runs no assertions
-    assert "other numbers came than were sent" in mpi_on_device.trial()
+    assert "other numbers came than were sent" in by_mpi4jax.trial()

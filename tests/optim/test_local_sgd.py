@@ -10,7 +10,7 @@ from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.collectives.default import of_this_world
-from jdistgrad.collectives.local import Local
+from jdistgrad.collectives.host import Local
 from jdistgrad.optim.averaging import average_gradients, local_sgd
 
 STEPS = 7

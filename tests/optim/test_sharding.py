@@ -16,7 +16,7 @@ from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.collectives.default import of_this_world
-from jdistgrad.collectives.local import Local
+from jdistgrad.collectives.host import Local
 from jdistgrad.optim.sharding import require_elementwise
 
 
