@@ -6,8 +6,7 @@ import jax.numpy as jnp
 import jdistgrad as jd
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import Worker
-from jdistgrad.wire.ids import spell
-from jdistgrad.wire.message import Kind
+from jdistgrad.wire.message import Kind, spell
 
 
 def make_params(seed):

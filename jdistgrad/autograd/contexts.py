@@ -15,7 +15,7 @@ from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.scopes import Scope, closed_error
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
-from jdistgrad.wire.ids import spell
+from jdistgrad.wire.message import spell
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -20,7 +20,7 @@ from jdistgrad.rpc.handles import HANDLE, NO_MARKS, marks_of, renewed
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import spell
+from jdistgrad.wire.message import spell
 
 P = ParamSpec("P")
 V = TypeVar("V")

@@ -16,7 +16,7 @@ from jdistgrad.autograd.tape.tape import Link, Tape
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.scopes import Scope
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import spell
+from jdistgrad.wire.message import spell
 
 CALL, RESULT, VALUE, GRADIENT = "call", "result", "value", "gradient"
 

@@ -18,7 +18,7 @@ from jdistgrad.rpc.handles import with_marks
 from jdistgrad.rpc.rref import RRef, staged_reference
 from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import as_token
+from jdistgrad.wire.message import as_token
 
 
 class TracedCalls:

@@ -26,7 +26,6 @@ from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.watchdog import WatchedBlock
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.threads import usable_cores
-from jdistgrad.wire import launcher_env
 
 SUMMED = 2 << 20  # bytes, see ``_sum_blocks``
 HERE_TAG, OBJECTS_TAG = 31_073, 31_075
@@ -156,7 +155,6 @@ class MPI(HostCollectives):
 
 def _checked(comm: Any) -> Any:
     """Return the communicator that collectives are made of. Raises CollectiveError if there is none for them."""
-    launcher_env.refuse_place_of_another_process("collectives.MPI")
     try:
         from mpi4py import MPI as mpi  # noqa: N811
     except ImportError as error:
@@ -164,17 +162,13 @@ def _checked(comm: Any) -> Any:
             f"MPI: {error}. Collectives over MPI need mpi4py (pip install 'jdistgrad[mpi]') and an MPI; workers as "
             "threads need neither (jdistgrad.collectives.Local)."
         ) from error
-    from jdistgrad.wire.mpi_process import require_the_others
-
     worker = current_worker()
-    if comm is None:
-        if mpi.COMM_WORLD.size == 1 and worker.shares_process:
-            raise CollectiveError(
-                f"collectives of processes, made by {worker.info}: the {worker.size} workers of this world are "
-                "threads of one process, which is one rank of MPI, so each of them would reduce alone. "
-                f"{FOR_ANY_WORLD}"
-            )
-        require_the_others("collectives.MPI")
+    if comm is None and mpi.COMM_WORLD.size == 1 and worker.shares_process:
+        raise CollectiveError(
+            f"collectives of processes, made by {worker.info}: the {worker.size} workers of this world are "
+            "threads of one process, which is one rank of MPI, so each of them would reduce alone. "
+            f"{FOR_ANY_WORLD}"
+        )
     whole: Any = mpi.COMM_WORLD if comm is None else comm
     if not isinstance(whole, mpi.Comm) or whole == mpi.COMM_NULL or whole.Is_inter():
         raise CollectiveError(

@@ -21,9 +21,8 @@ from jdistgrad.rpc.futures import IS_ASYNC, CallFuture, Outcome
 from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox
 from jdistgrad.rpc.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
-from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt, wait_for_first
-from jdistgrad.wire.message import Kind, Message
+from jdistgrad.wire.message import Kind, Message, spell
 
 AnyWorker = str | int | WorkerInfo
 Invocation = tuple[Callable[..., Any], Args, Kwargs]

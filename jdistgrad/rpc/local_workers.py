@@ -19,9 +19,9 @@ from jdistgrad.rpc.opening import close, open_local, refuse_second_world
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.rpc.worlds import shutdown
 from jdistgrad.threads import started, stop
-from jdistgrad.wire.ids import MAX_WORKERS
 from jdistgrad.wire.interrupts import put_off_interrupt, wait_in_slices
 from jdistgrad.wire.local import Hub
+from jdistgrad.wire.message import MAX_WORKERS
 
 log = logging.getLogger("jdistgrad.rpc")
 

@@ -20,8 +20,7 @@ from jdistgrad.rpc.mailbox import ON_LOST, Mailbox
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.references import References, Releasing
 from jdistgrad.rpc.scopes import Scope, ScopeTable
-from jdistgrad.wire.ids import spell, worker_of
-from jdistgrad.wire.message import Kind, Message
+from jdistgrad.wire.message import Kind, Message, spell, worker_of
 
 Callback = Callable[[WorkerInfo, str], object]
 

@@ -18,8 +18,7 @@ from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.functions import describe
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.arrays import identity, may_be_written
-from jdistgrad.wire.ids import ids_of
-from jdistgrad.wire.message import CALLS, ENCODED, WORK, Kind, Message, Parcel
+from jdistgrad.wire.message import CALLS, ENCODED, WORK, Kind, Message, Parcel, ids_of
 from jdistgrad.wire.transport import Task, Transport
 
 log = logging.getLogger("jdistgrad.rpc")

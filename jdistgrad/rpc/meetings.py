@@ -1,137 +1,26 @@
 """Meetings of some workers, to each of which all bring a word; and letters from one of them to another.
 
 Words and letters are messages, so they ring the receiver's bell, and whoever waits for them looks for messages itself.
-They are kept until their receiver asks for them, which may be before it has made the group at all.
 """
 
 import hashlib
 import itertools
-import pickle
-import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError, WorldClosedError
 from jdistgrad.rpc import trees
+from jdistgrad.rpc.arrivals import GAVE_UP, LETTERS, Arrivals, GaveUp, Groups, packed, unpacked
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
-from jdistgrad.wire.arrays import ALIAS_FROM
 from jdistgrad.wire.frames import LONGEST_WORD
-from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
-from jdistgrad.wire.message import Kind, Message, Parcel
+from jdistgrad.wire.interrupts import put_off_interrupt
+from jdistgrad.wire.message import Kind, Message
 
 AT_ONCE = 200e-6  # for how long the watchdog need not know of a wait
-GAVE_UP = 1 << 63  # the key under which a worker says that it waits no longer
-LETTERS = 1 << 62  # added to the keys of letters
-
-
-class GaveUp(NamedTuple):
-    """What a worker says that waits no longer: for which meeting, without which ranks of the group, after how long.
-
-    ``cause``: what has ended the wait before its time; "" if nothing has.
-    """
-
-    rank: int
-    turn: int
-    missing: list[int]
-    seconds: float
-    cause: str
-
-
-_completing = threading.Lock()  # shared: a lock for each meeting would cost more than it ever waits
-
-
-class Gathering:
-    """Messages of a group with one key: ``done`` when all that this worker waits for have come, or none will.
-
-    Attributes:
-      came: what has come, by the sender's world rank.
-    """
-
-    __slots__ = ("_expected", "_sleeper", "came", "done")
-
-    def __init__(self) -> None:
-        self.came: dict[int, Any] = {}
-        self.done, self._expected = False, -1  # how many are to come, once this worker waits for them
-        self._sleeper: InterruptibleFuture[None] | None = None
-
-    def add(self, source: int, body: Any) -> None:
-        self.came[source] = body
-        if len(self.came) == self._expected:
-            self.end()
-
-    def expect(self, count: int) -> None:
-        self._expected = count
-        if len(self.came) == count:
-            self.end()
-
-    def end(self) -> None:
-        with _completing:
-            self.done, sleeper = True, self._sleeper
-            self._sleeper = None
-        if sleeper is not None:
-            sleeper.set_result(None)
-
-    def futures(self) -> tuple[InterruptibleFuture[None]]:
-        with _completing:
-            future = self._sleeper = self._sleeper or InterruptibleFuture[None]()
-        if self.done:
-            self.end()
-        return (future,)
-
-
-class Arrivals:
-    """What has come for one group, by key, and the first word of another worker that waits no longer."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[int, Gathering] = {}
-        self.gave_up: GaveUp | None = None
-
-    def of(self, key: int) -> Gathering:
-        return self._by_key.get(key) or self._by_key.setdefault(key, Gathering())
-
-    def expect(self, key: int, count: int) -> Gathering:
-        """Return the messages with a key, of which this worker waits for so many."""
-        found = self.of(key)
-        found.expect(count)
-        if self.gave_up is not None and self.gave_up.turn <= key < LETTERS:
-            found.end()
-        return found
-
-    def end(self, word: GaveUp) -> None:
-        """Let nobody wait for a meeting from this one on."""
-        self.gave_up = self.gave_up or word
-        for key, one in list(self._by_key.items()):
-            if word.turn <= key < LETTERS:
-                one.end()
-
-    def drop(self, key: int) -> None:
-        self._by_key.pop(key, None)
-
-
-class Meetings:
-    """The groups of a worker: what has come for each, and how many it has made of each name."""
-
-    def __init__(self) -> None:
-        self._of: dict[int, Arrivals] = {}
-        self._made: dict[Any, itertools.count[int]] = {}
-
-    def arrivals(self, group: int) -> Arrivals:
-        return self._of.get(group) or self._of.setdefault(group, Arrivals())
-
-    def arrived(self, message: Message) -> None:
-        assert message.scope is not None
-        arrivals = self.arrivals(message.scope)
-        if message.id == GAVE_UP:
-            arrivals.end(unpacked(message.body))
-        else:
-            arrivals.of(message.id).add(message.source, message.body)
-
-    def next_of(self, name: Any) -> int:
-        return next(self._made.setdefault(name, itertools.count()))
 
 
 class Meeting:
@@ -215,7 +104,7 @@ class Members:
     def __init__(self, worker: Mailbox, ranks: Sequence[int], parent: Any = None):
         self.ranks, self.size, self.rank = tuple(ranks), len(ranks), tuple(ranks).index(worker.rank)
         self._worker, self._info = weakref.ref(worker), worker.info  # programs keep groups, which must not keep workers
-        meetings = worker.part(Meetings)
+        meetings = worker.part(Groups)
         text = repr((parent, self.ranks, meetings.next_of((parent, self.ranks))))
         self.name = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
         self._arrivals, self._turns = meetings.arrivals(self.name), itertools.count()
@@ -304,24 +193,6 @@ class Members:
         """Return the key of the next letter from a rank, exchanged with the other one."""
         number = next(self._letters.setdefault((other, tag, incoming), itertools.count()))
         return LETTERS | sender << 42 | tag << 32 | number
-
-
-def packed(value: Any) -> Parcel:
-    """Pickle a value. Copies of its large arrays follow the pickle, which is several times as fast."""
-    large: list[memoryview] = []
-
-    def stays(buffer: pickle.PickleBuffer) -> bool:
-        if buffer.raw().nbytes < ALIAS_FROM:
-            return True
-        large.append(memoryview(bytearray(buffer.raw())))
-        return False
-
-    return Parcel(pickle.dumps(value, protocol=5, buffer_callback=stays), large)
-
-
-def unpacked(body: Any) -> Any:
-    """Return what a message has brought; in one process, the very object that was sent."""
-    return pickle.loads(body.stream, buffers=body.buffers) if isinstance(body, Parcel) else body
 
 
 # The errors of waits.

@@ -15,9 +15,9 @@ from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.wire import launcher_env, mpi_start
-from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub, LocalTransport
+from jdistgrad.wire.message import spell
 from jdistgrad.wire.transport import Job, Receiver, Transport
 
 LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "threads", "wire"))

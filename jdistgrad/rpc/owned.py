@@ -10,8 +10,8 @@ from typing import Any
 
 from jdistgrad.errors import StaleReferenceError
 from jdistgrad.rpc.weights import NOTHING, WHOLE, Weight
-from jdistgrad.wire.ids import spell, worker_of
 from jdistgrad.wire.interrupts import InterruptibleFuture
+from jdistgrad.wire.message import spell, worker_of
 
 REMEMBERED = 4096  # freed values, so that nobody waits for one of them
 

@@ -11,8 +11,8 @@ from jdistgrad import events
 from jdistgrad.events import Event
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import InterruptibleFuture
+from jdistgrad.wire.message import spell
 
 _completing = threading.Lock()
 

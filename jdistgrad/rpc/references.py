@@ -17,9 +17,8 @@ from jdistgrad.rpc.mailbox import Mailbox, current_part
 from jdistgrad.rpc.owned import Owned, OwnerTable
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.rpc.weights import NOTHING, WHOLE, Accounts, Weight
-from jdistgrad.wire.ids import worker_of
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Kind, Message, Parcel
+from jdistgrad.wire.message import Kind, Message, Parcel, worker_of
 
 T = TypeVar("T")
 

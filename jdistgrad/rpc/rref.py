@@ -20,7 +20,7 @@ from jdistgrad.rpc.futures import done_future
 from jdistgrad.rpc.handles import HANDLE, Handle, is_gradient, renewed
 from jdistgrad.rpc.mailbox import Mailbox, current_mailbox, current_part, find_mailbox
 from jdistgrad.rpc.references import References
-from jdistgrad.wire import ids
+from jdistgrad.wire.message import from_token, spell
 
 T = TypeVar("T")
 
@@ -196,7 +196,7 @@ class RRef(Elsewhere, Generic[T]):
         return hash(self.id)
 
     def __repr__(self) -> str:
-        return f"RRef({ids.spell(self.id)} on {self.owner})"
+        return f"RRef({spell(self.id)} on {self.owner})"
 
     def __deepcopy__(self, memo: Any = None) -> "RRef[Any]":
         return self
@@ -221,7 +221,7 @@ def _unflatten(key: Any, children: Any) -> RRef[Any]:
     mailbox = find_mailbox()
     handle, token = renewed(children[0]), (children[1] if isinstance(key, RuntimeKey) else None)
     if token is not None and isinstance(token, np.ndarray | jax.Array) and not isinstance(token, jax.core.Tracer):
-        (identifier,) = ids.from_token(token)
+        (identifier,) = from_token(token)
         key, token = Key(identifier, key.owner, "" if mailbox is None else mailbox.world), None
     claim = None
     if mailbox is not None and isinstance(key, Key) and key.world == mailbox.world:

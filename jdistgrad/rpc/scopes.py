@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from jdistgrad.errors import ContextError, WorkerLostError
-from jdistgrad.wire.ids import ids_of, spell, worker_of
+from jdistgrad.wire.message import ids_of, spell, worker_of
 
 T = TypeVar("T")
 

@@ -22,7 +22,7 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.watchdog import where
 from jdistgrad.threads import started
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.ids import spell
+from jdistgrad.wire.message import spell
 
 if TYPE_CHECKING:
     from jdistgrad.rpc.worker import Worker

@@ -8,21 +8,20 @@ from typing import Any
 from jdistgrad import errors
 from jdistgrad.ffi.sites import waiting
 from jdistgrad.rpc import current
+from jdistgrad.rpc.arrivals import Groups
 from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.losses import Losses
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.rpc.meetings import Meetings
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.pending import Pending
 from jdistgrad.rpc.references import References, Releasing
 from jdistgrad.rpc.scopes import Inbox, Key, ScopeTable
 from jdistgrad.rpc.server import Served
 from jdistgrad.rpc.watchdog import Watchdog
-from jdistgrad.wire.ids import ids_of
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel
+from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel, ids_of
 from jdistgrad.wire.transport import Task
 
 
@@ -48,7 +47,7 @@ class Worker(Mailbox):
         self.losses = self.add(Losses(self, self.peers, self.references, self.releasing, self.scopes))
         self.closing = self.add(Closing(self, self.calls, self.peers, self.losses, self.releasing))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
-        self.meetings = self.add(Meetings())
+        self.groups = self.add(Groups())
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = sys.exception()  # ``init`` may be called in an ``except`` block
 
@@ -93,7 +92,7 @@ class Worker(Mailbox):
     def word(self, source: int, key: int, group: int, word: bytes) -> None:
         if not (self.survives and source in self.peers.lost):
             self.peers.liveness.heard(source)
-            self.meetings.arrivals(group).of(key).add(source, word)
+            self.groups.arrivals(group).of(key).add(source, word)
 
     def receive(self, message: Message) -> Task | None:
         kind, body, source = message.kind, message.body, message.source
@@ -121,7 +120,7 @@ class Worker(Mailbox):
     def _take_note(self, message: Message) -> Task | None:
         kind, source = message.kind, message.source
         if kind is Kind.MEET:
-            self.meetings.arrived(message)
+            self.groups.arrived(message)
         elif kind is Kind.PUSH:
             try:
                 self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))

@@ -18,9 +18,9 @@ from jdistgrad.rpc.losses import Callback
 from jdistgrad.rpc.opening import close, open_local, open_process, refuse_second_world
 from jdistgrad.rpc.worker import Worker, current_worker, find_worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub
+from jdistgrad.wire.message import spell
 
 log = logging.getLogger("jdistgrad.rpc")
 

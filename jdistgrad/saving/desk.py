@@ -35,7 +35,7 @@ SLACK = 60.0  # for the desk's own error to arrive
 Said = dict[int, Any]  # what each worker said, by rank
 
 
-class Meeting:
+class Party:
     """Those that save or restore together. They come once to find each other, and again after each stage.
 
     Attributes:
@@ -65,13 +65,13 @@ class Desk:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._new: dict[str, Meeting] = {}  # to which not all have come once, by what they are for
-        self._of: dict[str, Meeting] = {}  # by attempt
+        self._new: dict[str, Party] = {}  # to which not all have come once, by what they are for
+        self._of: dict[str, Party] = {}  # by attempt
         self._owed: dict[int, tuple[set[int], Exception]] = {}  # by rank: who was there, and what they were told
 
     def arrive(
         self, what: str, rank: int, attempt: str, workers: Sequence[int] | None, said: Any
-    ) -> tuple[Meeting, concurrent.futures.Future[Said], bool]:
+    ) -> tuple[Party, concurrent.futures.Future[Said], bool]:
         """Let a worker come to a meeting; return the meeting, its end, and whether the worker is the first there.
 
         A worker that has missed a meeting that failed is told so, unless the others have come again: otherwise it might
@@ -83,7 +83,7 @@ class Desk:
         with self._lock:
             meeting = self._of.get(attempt) or self._new.get(what)
             if meeting is None:
-                meeting = Meeting(what, workers)
+                meeting = Party(what, workers)
                 were_there, why = self._owed.get(rank, (set(), None))
                 if why is not None and were_there & set(meeting.missing):
                     del self._owed[rank]
@@ -100,7 +100,7 @@ class Desk:
                 raise meeting.failure
             return meeting, meeting.end, first
 
-    def _compare(self, meeting: Meeting) -> None:
+    def _compare(self, meeting: Party) -> None:
         missing = set(meeting.missing)
         apart = [
             other
@@ -112,7 +112,7 @@ class Desk:
             text = f"workers {sorted(meeting.said)} are in {meeting.what}, {there}. They must make the same calls."
             self.fail([meeting, *apart], DisagreementError(text))
 
-    def close(self, meeting: Meeting) -> Said:
+    def close(self, meeting: Party) -> Said:
         """Return what all have said, who come to the next stage from now on. Raises the meeting's failure."""
         with self._lock:
             if meeting.failure is not None:
@@ -129,9 +129,9 @@ class Desk:
             if why is None:
                 self._of.pop(attempt, None)
             else:  # where this comes before the worker itself, the attempt has a meeting of its own, which has failed
-                self.fail([self._of.setdefault(attempt, Meeting("", ()))], CheckpointError(why))
+                self.fail([self._of.setdefault(attempt, Party("", ()))], CheckpointError(why))
 
-    def fail(self, meetings: Sequence[Meeting], error: Exception) -> None:
+    def fail(self, meetings: Sequence[Party], error: Exception) -> None:
         """Let meetings fail, unless they have; of those that have not come, note that they are to be told."""
         with self._lock:
             here = {rank for one in meetings for rank in one.said}
@@ -215,7 +215,7 @@ def _desk() -> Desk:
     return desk
 
 
-def hold(desk: Desk, meeting: Meeting, seconds: float) -> None:
+def hold(desk: Desk, meeting: Party, seconds: float) -> None:
     """Wait until everybody has come who has to, or the meeting has failed, and let those that are there go on.
 
     It is closed before they do, since they may come to the next one of the same name.
@@ -239,7 +239,7 @@ def hold(desk: Desk, meeting: Meeting, seconds: float) -> None:
         end.set_exception(error)
 
 
-def _awaited(meeting: Meeting, seconds: float) -> list[int]:
+def _awaited(meeting: Party, seconds: float) -> list[int]:
     """Ask those that are missing whether they merely serve; return those that do not.
 
     They are asked also where it is known who has to come: only the loss of a worker that is asked is noticed.

@@ -23,8 +23,8 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, leaves
 from jdistgrad.saving.leaves import Description
 from jdistgrad.saving.marks import Leaf, Slice, require_different
-from jdistgrad.wire.ids import spell
 from jdistgrad.wire.interrupts import wait_for_first
+from jdistgrad.wire.message import spell
 
 Part = dict[str, Any]
 

@@ -10,7 +10,7 @@ from helpers.worlds import last, on_worker0
 import jdistgrad as jd
 from jdistgrad.autograd.graph import CALL, GRADIENT, LONGEST, RESULT, VALUE, Pair, draw, pairs, placed, short
 from jdistgrad.autograd.tape.tape import Link
-from jdistgrad.wire.ids import spell, worker_of
+from jdistgrad.wire.message import spell, worker_of
 
 
 def square(x):

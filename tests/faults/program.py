@@ -25,7 +25,7 @@ from faults import jobs
 from faults.outcomes import GOOD, HUNG, NAMED, SURVIVED, WRONG, Outcome
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.ids import spell
+from jdistgrad.wire.message import spell
 
 TO_WRITE, TO_CLOSE = 1.0, 10.0
 

@@ -10,7 +10,7 @@ from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.rref import RRef, by_reference
 from jdistgrad.rpc.worker import Worker, current_worker
-from jdistgrad.wire.ids import worker_of
+from jdistgrad.wire.message import worker_of
 
 SIZE = 4
 

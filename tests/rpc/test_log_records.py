@@ -10,7 +10,7 @@ from helpers.worlds import last, on_every_worker, on_worker0
 
 import jdistgrad as jd
 from jdistgrad.rpc.opening import LOGGERS
-from jdistgrad.wire.ids import spell
+from jdistgrad.wire.message import spell
 
 
 @pytest.fixture

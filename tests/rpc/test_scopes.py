@@ -7,7 +7,7 @@ import pytest
 import jdistgrad as jd
 from jdistgrad.rpc.current import Slots
 from jdistgrad.rpc.scopes import REMEMBERED, Scope, ScopeTable
-from jdistgrad.wire.ids import COUNTER_BITS, worker_of
+from jdistgrad.wire.message import COUNTER_BITS, worker_of
 
 
 def test_ids_have_their_worker_in_the_top_bits_and_count_below():

@@ -17,7 +17,7 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import Args, ServedFunction, describe
 from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import from_token
+from jdistgrad.wire.message import from_token
 
 
 @dataclasses.dataclass(slots=True, eq=False)

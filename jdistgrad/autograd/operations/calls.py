@@ -22,7 +22,7 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.server import replace_unmade
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import as_token
+from jdistgrad.wire.message import as_token
 
 
 @dataclasses.dataclass(eq=False)

@@ -26,7 +26,7 @@ from jdistgrad.rpc.handles import NO_MARKS
 from jdistgrad.rpc.rref import by_reference
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import ArrayBlock
-from jdistgrad.wire.ids import as_token, from_token
+from jdistgrad.wire.message import as_token, from_token
 
 Task = tuple[Any, tuple[Any, ...]]  # a function and its arguments
 Addition = tuple[str, int, Contribution]  # the kind and the id of a target, and what is added to its gradient

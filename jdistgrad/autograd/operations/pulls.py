@@ -18,7 +18,7 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import as_token, from_token
+from jdistgrad.wire.message import as_token, from_token
 
 
 @dataclasses.dataclass(eq=False)

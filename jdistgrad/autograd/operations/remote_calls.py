@@ -20,7 +20,7 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.handles import NO_MARKS
 from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import as_token
+from jdistgrad.wire.message import as_token
 
 REMOTE_TAG = jax.ShapeDtypeStruct((6,), np.uint32)
 MARKS_SHAPE = jax.ShapeDtypeStruct(NO_MARKS.shape, NO_MARKS.dtype)

@@ -28,7 +28,7 @@ from jdistgrad.rpc.by_value import Cached, from_cache
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import as_token, from_token
+from jdistgrad.wire.message import as_token, from_token
 
 Member = tuple[Call | Pull, tuple[Source, ...]]  # with the sources of its operands; an int: an operand of the bundle
 

@@ -20,8 +20,8 @@ from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Ledger, Targ
 from jdistgrad.errors import ContextError
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.ids import from_token, spell, worker_of
 from jdistgrad.wire.interrupts import SteadyCondition, wait_in_slices
+from jdistgrad.wire.message import from_token, spell, worker_of
 
 Place = tuple[int, ...]
 

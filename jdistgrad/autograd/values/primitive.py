@@ -24,7 +24,7 @@ from jdistgrad.ffi.lowering import lower
 from jdistgrad.ffi.sites import in_callers_context, in_words
 from jdistgrad.rpc import current
 from jdistgrad.wire.arrays import as_numpy
-from jdistgrad.wire.ids import stands_for_nothing
+from jdistgrad.wire.message import stands_for_nothing
 
 Shapes = list[jax.ShapeDtypeStruct]
 TOKEN_SHAPE = jax.ShapeDtypeStruct((2,), np.uint32)
