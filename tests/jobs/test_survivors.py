@@ -465,7 +465,7 @@ def test_collectives_that_lose_a_rank_while_they_are_made_say_so(surviving_job):
     ).expect(
         *(
             f"{name} worker{rank} (rank {rank}) (new collectives): worker1 (rank 1) is lost"
-            for name in ("DataParallel", "duplicate")
+            for name in ("DataParallel", "twin")
             for rank in (0, 2)
         )
     )
