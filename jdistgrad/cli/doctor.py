@@ -4,7 +4,6 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import os
-import pickle
 import platform
 import socket
 import subprocess
@@ -19,7 +18,6 @@ from jdistgrad.threads import usable_cores
 from jdistgrad.wire import launcher_env
 
 TIME_LIMIT = 180  # seconds, with a trial of MPI on devices
-FACTS_TAG = 31_076
 
 NEEDED = ("jdistgrad", "jax", "jaxlib", "numpy", "flax", "optax", "cloudpickle")
 OPTIONAL = ("mpi4py", "mpi4jax")
@@ -197,10 +195,10 @@ def report() -> int:
         return 1
     if facts["mpi"]["why_alone"]:
         return told([facts]) if launcher_env.rank() == 0 else 1
-    from jdistgrad.wire.mpi_process import WORLD, allgather
+    from jdistgrad.wire.mpi_process import WORLD
 
-    everybody = allgather(WORLD, FACTS_TAG, [pickle.dumps(facts)])
-    return told([pickle.loads(found) for (found,) in everybody]) if WORLD.rank == 0 else 0
+    everybody = WORLD.gather(facts)
+    return told(everybody) if everybody is not None else 0
 
 
 def told(ranks: Sequence[Facts]) -> int:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import jaxprs
-from jdistgrad.collectives.engines import CHUNK, ROUTE_TAG, mpi_ends
+from jdistgrad.collectives.engines import CHUNK
 from jdistgrad.collectives.operations import OPERATIONS, Route
 from jdistgrad.collectives.roll_call import agree, word_of
 from jdistgrad.collectives.spanning import Finish, Program
@@ -27,6 +27,7 @@ from jdistgrad.rpc.devices import opened_gpus
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.arrays import as_jax_array
 
+ROUTE_TAG = 31_074
 AT_ONCE = 100e-6  # seconds
 RUN = "allreduce", "broadcast", "allgather", "alltoall", "shift", "permute"  # the operations of mpi4jax
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
@@ -66,7 +67,7 @@ def _run(all_: Any, name: str, x: jax.Array, how: Any) -> jax.Array:
     if name == "alltoall":
         return mpi4jax.alltoall(x, comm=comm)
     if isinstance(how, Route):
-        target, source = mpi_ends(how, all_.rank)
+        target, source = (mpi.PROC_NULL if end is None else end for end in how.ends(all_.rank))
         moved = mpi4jax.sendrecv(x, x, source, target, sendtag=ROUTE_TAG, recvtag=ROUTE_TAG, comm=comm)
         return jnp.zeros_like(moved) if source == mpi.PROC_NULL else moved
     reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[how], comm=comm)

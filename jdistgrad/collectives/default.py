@@ -73,6 +73,16 @@ def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
     return MPI(comm, timeout=timeout)
 
 
+def able_to_go_on(collectives: HostCollectives) -> HostCollectives:
+    """Return a twin, which goes on without ranks that die if the world does. Every rank must call it."""
+    twin = collectives.twin()
+    if not (isinstance(twin, MPI) and collectives.keeper().survives):
+        return twin
+    from jdistgrad.collectives.survivors import Survivors  # only where it is asked for
+
+    return Survivors(twin)
+
+
 def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
     here = current_worker()
     if isinstance(workers, str | int) or not isinstance(workers, Iterable):

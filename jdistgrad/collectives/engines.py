@@ -22,7 +22,7 @@ from jdistgrad.wire.arrays import EXTENSIONS_FROM
 
 CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
 SUMMED = 2 << 20  # bytes, see ``OverMPI._reduce_scatter``
-ROUTE_TAG = 31_074
+MOVES = 1000  # the tag of letters along routes: users' tags are smaller
 
 
 class Engine(abc.ABC):
@@ -110,7 +110,10 @@ class OverMPI(Engine):
         return WatchedBlock(self.members.worker, entry, self.members.ranks, **modes)
 
     def run(self, name: str, memory: np.ndarray, how: Any, timeout: float) -> np.ndarray:
-        with self.block(described(name, memory, how)):
+        what = described(name, memory, how)
+        if isinstance(how, Route):
+            return self._move(memory, how, what, timeout)
+        with self.block(what):
             if name == "allreduce":
                 return self._allreduce(memory, how)
             if name == "broadcast":
@@ -120,8 +123,6 @@ class OverMPI(Engine):
                 return memory
             if name == "reduce_scatter":
                 return self._reduce_scatter(memory)
-            if isinstance(how, Route):
-                return self._move(memory, how)
             found = self._gather("alltoall" if name == "alltoall" else "allgather", memory)
             if name in ("alltoall", "allgather"):
                 return found
@@ -164,22 +165,16 @@ class OverMPI(Engine):
             total[start : start + count] = combined(arrived.reshape(size, count), "sum")
         return total.reshape(len(memory) // size, *memory.shape[1:])
 
-    def _move(self, memory: np.ndarray, route: Route) -> np.ndarray:
-        octets = memory.reshape(-1).view(np.uint8)
-        received = np.zeros_like(octets)  # which it stays if no rank sends
-        target, source = mpi_ends(route, self.members.rank)
-        for start in range(0, octets.size, CHUNK):
-            part = slice(start, start + CHUNK)
-            self.comm.Sendrecv(octets[part], target, ROUTE_TAG, received[part], source, ROUTE_TAG)
-        return received.view(memory.dtype).reshape(memory.shape)
-
-
-def mpi_ends(route: Route, rank: int) -> tuple[int, int]:
-    """Return the ranks that this rank sends to and gets from, in MPI's numbers."""
-    from mpi4py import MPI as mpi  # noqa: N811
-
-    target, source = route.ends(rank)
-    return mpi.PROC_NULL if target is None else target, mpi.PROC_NULL if source is None else source
+    def _move(self, memory: np.ndarray, route: Route, what: str, timeout: float) -> np.ndarray:
+        """Send a letter along the route, and take the one that comes."""
+        (target, source), here = route.ends(self.members.rank), self.members.rank
+        if target is not None and target != here:
+            self.members.send(target, MOVES, memory.reshape(-1).view(np.uint8))
+        if source is None or source == here:
+            return np.zeros_like(memory) if source is None else memory.copy()
+        octets = self.members.receive(source, MOVES, what, timeout)
+        found: np.ndarray = octets.view(memory.dtype).reshape(memory.shape)
+        return found
 
 
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:

@@ -209,7 +209,13 @@ class HostCollectives(Collectives):
         """Return a group like this one, over another engine."""
         return self.adjusted(engine=engine, refusal=None, _beside=None)
 
-    # In a group that has gone on without ranks, the others count as ranks of the group as it was made:
+    # In a world that survives a group may go on without ranks that die, once its ranks have voted (``survivors``, whose
+    # groups have ``vote``, ``has_lost_after``, ``without_lost`` and ``explain``).
+
+    survives: bool = False
+    voting: bool = False  # whether an error of MPI is one that the ranks vote on now
+
+    # The others then count as ranks of the group as it was made:
 
     def place_of(self, rank: int) -> int:
         """Return the place, in the group as it is now, of a rank of the group as it was made."""

@@ -48,7 +48,6 @@ class MPI(HostCollectives):
 
     device: jax.Device | None = None  # that arrays are reduced on; None: in host memory
     span: Span | None = None  # of the devices that programs span; None: programs are of one rank
-    voting: bool = False  # whether an error of MPI is one that the ranks vote on
     inside: WatchedBlock | None = None  # of a section that a compiled program is in
     engine: OverMPI
     _met: Any = None  # in a section of a program that is not for CPUs: a flag that is there once the ranks have met

@@ -80,7 +80,8 @@ def carried(all_: Any, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
             "differentiates, the other has to.",
             rank=peer.rank,
         )
-    return np.frombuffer(octets, x.dtype).reshape(x.shape)
+    found: np.ndarray = octets.view(x.dtype).reshape(x.shape)
+    return found
 
 
 def _peer(all_: Any, rank: Any, tag: Any, what: str) -> Peer:

@@ -22,13 +22,12 @@ import numpy as np
 
 from jdistgrad.collectives.by_mpi4jax import AT_ONCE
 from jdistgrad.collectives.engines import OverMPI
-from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.world import TOLD_SECONDS, is_failure, keep, let_go, lost_among, names_of
 from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError
 from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
-from jdistgrad.rpc.worker import current_worker, find_worker
+from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.polling import poll
 
 ENDING_SECONDS = 5.0  # how long a rank whose step has failed may take to end by that
@@ -36,14 +35,6 @@ UNKNOWN_SECONDS = 10.0  # how long MPI may take a worker to be alive that is kno
 VOTE = -1  # the turn of all votes: ranks come to a vote from different operations
 
 log = logging.getLogger("jdistgrad.data_parallel")
-
-
-def able_to_go_on(collectives: HostCollectives) -> HostCollectives:
-    """Return a twin, which goes on without ranks that die if the world does. Every rank must call it."""
-    worker, twin = find_worker(), collectives.twin()
-    if worker is None or not worker.survives or not isinstance(twin, MPI):
-        return twin
-    return Survivors(twin)
 
 
 class Survivors(MPI):
@@ -54,7 +45,7 @@ class Survivors(MPI):
       voting: whether the ranks vote on what they do now. Otherwise an error is the last word, and names the lost rank.
     """
 
-    voting: bool = True
+    survives, voting = True, True
 
     def __init__(self, group: MPI):
         vars(self).update(vars(group), _of_programs=None, _by_mpi4jax=False)

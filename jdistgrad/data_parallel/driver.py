@@ -11,11 +11,11 @@ import numpy as np
 
 from jdistgrad._compat import trace_context
 from jdistgrad.collectives import host_arrays
+from jdistgrad.collectives.default import able_to_go_on
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.in_turn import InTurn
 from jdistgrad.collectives.leaves import describe, flatten, index_dimensions, is_sparse
 from jdistgrad.collectives.roll_call import Act, Joining
-from jdistgrad.collectives.survivors import able_to_go_on
 from jdistgrad.data_parallel.averages import require_rows
 from jdistgrad.data_parallel.hooks import Hook, require_states
 from jdistgrad.data_parallel.program import Programs, Segmented, Trace, readiness

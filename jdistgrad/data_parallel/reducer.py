@@ -17,7 +17,6 @@ from jdistgrad.collectives import roll_call
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.leaves import is_sparse
 from jdistgrad.collectives.roll_call import Act, Joining, Roll, RollCall
-from jdistgrad.collectives.survivors import Survivors
 from jdistgrad.data_parallel import averages
 from jdistgrad.data_parallel.buckets import Bucket
 from jdistgrad.data_parallel.rules import (
@@ -123,7 +122,7 @@ class Reducer:
     def enter(self, kind: Joining) -> Joining:
         """Enter a kind of ``join`` block, or leave it; return the kind before."""
         before, self.joining = self.joining, kind
-        if isinstance(self.collectives, Survivors):
+        if self.collectives.survives:
             self.collectives.voting = self.votes
         return before
 
@@ -132,7 +131,7 @@ class Reducer:
     @property
     def votes(self) -> bool:
         """Return whether the ranks vote after each operation. In ``join`` blocks they shadow each other instead."""
-        return isinstance(self.collectives, Survivors) and self.joining is Joining.NONE
+        return self.collectives.survives and self.joining is Joining.NONE
 
     def vote(self, error: BaseException | None) -> bool:
         """Return whether an operation is whole on every rank; if not, go on without those lost. All ranks come to it.
@@ -140,10 +139,10 @@ class Reducer:
         Arguments:
           error: the error with which the operation has failed here.
         """
-        group = self.collectives
-        if isinstance(group, Survivors) and isinstance(error, CollectiveError | NonFiniteError):
+        group: Any = self.collectives
+        if group.survives and isinstance(error, CollectiveError | NonFiniteError):
             group.explain(error)
-        if not self.votes or not isinstance(group, Survivors):
+        if not self.votes:
             return True
         failed = frozenset[int]()  # the other ranks whose failure has ended this operation: they vote on each once
         if isinstance(error, DisagreementError) and group.rank not in error.failed and str(error) != self._told:

@@ -75,11 +75,11 @@ class Arrivals:
     """What has come for one group, by key, and the first word of another worker that waits no longer."""
 
     def __init__(self) -> None:
-        self._by_key: dict[int, Gathering] = {}
+        self.by_key: dict[int, Gathering] = {}
         self.gave_up: GaveUp | None = None
 
     def of(self, key: int) -> Gathering:
-        return self._by_key.get(key) or self._by_key.setdefault(key, Gathering())
+        return self.by_key.get(key) or self.by_key.setdefault(key, Gathering())
 
     def expect(self, key: int, count: int) -> Gathering:
         """Return the messages with a key, of which this worker waits for so many."""
@@ -92,12 +92,9 @@ class Arrivals:
     def end(self, word: GaveUp) -> None:
         """Let nobody wait for a meeting from this one on."""
         self.gave_up = self.gave_up or word
-        for key, one in list(self._by_key.items()):
+        for key, one in list(self.by_key.items()):
             if word.turn <= key < LETTERS:
                 one.end()
-
-    def drop(self, key: int) -> None:
-        self._by_key.pop(key, None)
 
 
 class Groups:

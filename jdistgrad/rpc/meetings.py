@@ -51,7 +51,7 @@ class Meeting:
         if self._has_failed():
             raise self._failure(None)
         members, came = self._members, self._gathering.came
-        self._arrivals.drop(self._turn)
+        self._arrivals.by_key.pop(self._turn, None)
         words = [unpacked(came[rank]) if rank in came else self._word for rank in members.ranks]
         for word in words:
             if isinstance(word, CollectiveError):
@@ -186,7 +186,7 @@ class Members:
                 where = f" (it is at {place})" if place else ""
                 text = f"{what}: nothing has come within {timeout:g} s{where}. {remedy}"
                 raise MissingRanksError(text, missing=[source], seconds=timeout)
-        self._arrivals.drop(key)
+        self._arrivals.by_key.pop(key, None)
         return unpacked(awaited.came[ranks[1]])
 
     def _letter(self, sender: int, other: int, tag: int, *, incoming: bool) -> int:

@@ -8,14 +8,12 @@ duplicated.
 import contextlib
 import fcntl
 import pickle
-import struct
 import sys
 import termios
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from jdistgrad.errors import WorldError
@@ -154,25 +152,6 @@ def chunks(piece: Any) -> list[memoryview]:
     """Return the parts in which MPI, which counts bytes in C ints, sends a piece of any length."""
     view = memoryview(piece)
     return [view[start : start + CHUNK] for start in range(0, view.nbytes, CHUNK)]
-
-
-def allgather(comm: MPI.Intracomm, tag: int, pieces: Sequence[Any]) -> list[list[memoryview]]:
-    """Return the pieces of bytes of all ranks, by rank, in memory of their own. Every rank must call it."""
-    views = [memoryview(piece).cast("B") for piece in pieces]
-    table = struct.pack(f"<{len(views)}Q", *[view.nbytes for view in views])
-    parts = [part for view in views for part in chunks(view)]
-    sent = [comm.Isend([part, MPI.BYTE], peer, tag) for peer in range(comm.size) for part in (table, *parts)]
-    found = []
-    for peer in range(comm.size):
-        status = MPI.Status()
-        comm.Probe(peer, tag, status)
-        lengths = bytearray(status.Get_count(MPI.BYTE))
-        comm.Recv([lengths, MPI.BYTE], peer, tag)
-        found.append([np.empty(length, np.uint8).data for (length,) in struct.iter_unpack("<Q", lengths)])
-        for part in (part for piece in found[-1] for part in chunks(piece)):
-            comm.Recv([part, MPI.BYTE], peer, tag)
-    MPI.Request.Waitall(sent)
-    return found
 
 
 def abort_job(cause: str) -> None:
