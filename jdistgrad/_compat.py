@@ -148,13 +148,16 @@ def forget_failed_effects() -> None:
                 return
 
 
-def lowered(closed: Any) -> Any:
-    """Return a closed jaxpr without types that are defined with ``jax.experimental.hijax``, which it may have."""
+def lowered(closed: Any, *, whole: bool = False) -> Any:
+    """Return a closed jaxpr without types that are defined with ``jax.experimental.hijax``, which it may have.
+
+    ``whole``: with all equations. ``lower_jaxpr2`` of JAX 0.12 drops those whose results are not used.
+    """
     if not closed.jaxpr.is_high:
         return closed
-    if not hasattr(partial_eval, "lower_jaxpr_reference"):
+    if not whole or not hasattr(partial_eval, "lower_jaxpr_reference"):
         return partial_eval.lower_jaxpr2(closed)
-    from jax._src import flattree  # type: ignore[attr-defined]  # since JAX 0.12, whose lower_jaxpr2 drops equations whose results are not used
+    from jax._src import flattree  # type: ignore[attr-defined]  # since 0.12
 
     types = flattree.flatten(([aval.lo_ty() for aval in closed.in_avals], {}))
     return partial_eval.lower_jaxpr_reference(closed, types)[0]

@@ -119,7 +119,7 @@ class Step:
         with kept() as self._uses:
             traced = jax.make_jaxpr(flat)(*leaves)
             refuse_inner_uses(flatten(traced)[0])  # lowering may drop what a body does not return
-            self.plan = cut(lowered(traced), [one for one, _ in self._uses])
+            self.plan = cut(lowered(traced, whole=True), [one for one, _ in self._uses])
         self._prepared = Prepared(self.plan)
         arguments = jax.tree.leaves(jax.tree.unflatten(structure, leaves), is_leaf=_is_gradient)
         self._takes_gradients = any(map(_is_gradient, arguments))
