@@ -51,8 +51,7 @@ def of_this_world(
                 worker=worker.directory.workers[rank],
             )
     made = Local(chosen) if world.is_local(worker) else _between_processes(chosen, checked_timeout(timeout))
-    made.meets_in_programs, made.timeout = check, checked_timeout(timeout)
-    return made
+    return made.adjusted(meets_in_programs=check, timeout=checked_timeout(timeout))
 
 
 def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
@@ -75,12 +74,11 @@ def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
 
 def able_to_go_on(collectives: HostCollectives) -> HostCollectives:
     """Return a twin, which goes on without ranks that die if the world does. Every rank must call it."""
-    twin = collectives.twin()
-    if not (isinstance(twin, MPI) and collectives.keeper().survives):
-        return twin
+    if not (isinstance(collectives, MPI) and collectives.keeper().survives):
+        return collectives.twin()
     from jdistgrad.collectives.survivors import Survivors  # only where it is asked for
 
-    return Survivors(twin)
+    return Survivors(collectives)
 
 
 def _checked(workers: Sequence[Any]) -> tuple[int, ...]:
@@ -102,9 +100,7 @@ def shared(timeout: float = TIMEOUT) -> HostCollectives:
     """Return the world's shared collectives, made on first use, within a timeout. Every worker must call it."""
     kept = current_worker().kept
     if "collectives" not in kept:
-        made = of_this_world(timeout=timeout)
-        made.timeout = TIMEOUT
-        kept["collectives"] = made
+        kept["collectives"] = of_this_world(timeout=timeout).adjusted(timeout=TIMEOUT)
     found: HostCollectives = kept["collectives"]
     return found
 

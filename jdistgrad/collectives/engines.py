@@ -57,7 +57,7 @@ class Threads(Engine):
         return Threads(self.members.again())
 
     def free(self) -> None:
-        pass
+        self.members.close()
 
     def _exchange(self, what: str, value: Any, timeout: float) -> list[Any]:
         found = self.members.begin((what, value), what).wait(timeout)
@@ -93,10 +93,12 @@ class OverMPI(Engine):
 
     def again(self, timeout: float) -> "OverMPI":
         members = self.members.again()
-        return OverMPI(world.duplicate(self.comm, members, timeout), members)
+        comm = world.duplicate(self.comm, members, timeout)
+        return OverMPI(comm, members, None if self.interrupt is None else comm.Revoke)
 
     def free(self) -> None:
         self.comm.Free()
+        self.members.close()
 
     def block(self, what: str, *, may_leave: bool = False) -> WatchedBlock:
         """Return a block of an operation on this communicator, for the watchdog. Its errors name who is lost."""

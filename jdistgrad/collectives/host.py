@@ -203,6 +203,8 @@ class HostCollectives(Collectives):
 
     def twin(self) -> Self:
         """Return the same group over a channel of its own. Every rank must call it."""
+        if self.refusal is not None:
+            raise self.refusal
         return self._over(self.engine.again(self.timeout))
 
     def _over(self, engine: Engine) -> Self:

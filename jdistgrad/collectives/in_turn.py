@@ -28,7 +28,8 @@ class InTurn:
         self._latest: Callable[[], concurrent.futures.Future[Any] | None] = lambda: None
 
     def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-        future, chosen = InterruptibleFuture[Any](), settings_of_results()
+        worker, future, chosen = current_worker(), InterruptibleFuture[Any](), settings_of_results()
+        future.set_running_or_notify_cancel()  # nobody can cancel it: the other ranks run it too
 
         def run() -> None:
             try:
@@ -42,7 +43,7 @@ class InTurn:
             with self._lock:
                 begins, self._runs = not self._runs, True
             if begins:
-                current_worker().run(self._run)
+                worker.run(self._run)
         self._latest = weakref.ref(future)  # the result may be large
         return future
 

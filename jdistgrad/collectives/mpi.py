@@ -27,11 +27,6 @@ from jdistgrad.rpc.watchdog import WatchedBlock
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.threads import usable_cores
 
-SUMMED = 2 << 20  # bytes, see ``_sum_blocks``
-HERE_TAG, OBJECTS_TAG = 31_073, 31_075
-GRACE_SECONDS = 3.0
-UNDER_WAY_SECONDS = 0.1  # what a lost worker has sent may still come
-
 
 class MPI(HostCollectives):
     """Collectives over a duplicate of an MPI communicator. Every rank of the communicator must make one.

@@ -59,11 +59,11 @@ def _moved(parts: Sequence[Any], rank: int, route: "Route") -> Any:
 
 def _prefix_sum(parts: Any, rank: Any, step: int, *, inclusive: bool) -> Any:
     """Return the sum over the ranks up to this one, in their order: of NumPy's arrays, or in a program of JAX's."""
-    xp, (first, *rest) = np if isinstance(parts[0], np.ndarray) else jnp, range(len(parts))[::step]
+    xp, (first, *rest) = np if isinstance(parts[0], np.ndarray | np.generic) else jnp, range(len(parts))[::step]
     total = parts[first].astype(widened(parts[0].dtype))
     for place in rest:
         counts = (step * place < step * rank) | (inclusive & (place == rank))
-        total = xp.where(counts, total + parts[place], total)
+        total = xp.where(counts, total + parts[place].astype(total.dtype), total)
     return total if inclusive else xp.where(rank == first, xp.zeros_like(total), total)
 
 

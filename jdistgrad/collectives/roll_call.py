@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from jdistgrad.errors import CollectiveError, DisagreementError, WorkerLostError
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorkerLostError
 from jdistgrad.rpc.meetings import Meeting
 
 _FORMAT = struct.Struct("<2i3qQ")
@@ -201,14 +201,19 @@ def require_same_texts(said: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def undivided(collectives: Any, text: str) -> Iterator[None]:
-    """Open a block of an operation. If Ctrl-C ends it, refuse further use: the others are at another place in it."""
+    """Open a block of an operation. If Ctrl-C or a timeout ends it, refuse further use: the others are elsewhere in it.
+
+    The others learn of Ctrl-C: they need not wait.
+    """
     try:
         yield
-    except Exception:
-        raise
     except BaseException as error:
-        if collectives.refusal is None:
+        ended = not isinstance(error, Exception)
+        if (ended or isinstance(error, MissingRanksError)) and collectives.refusal is None:
             _refuse(collectives, text, error)
+            if ended:
+                with contextlib.suppress(Exception):  # the world may have failed
+                    collectives.members.leave(type(error).__name__)
         raise
 
 

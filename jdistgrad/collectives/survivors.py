@@ -48,7 +48,8 @@ class Survivors(MPI):
     survives, voting = True, True
 
     def __init__(self, group: MPI):
-        vars(self).update(vars(group), _of_programs=None, _by_mpi4jax=False)
+        own = group._over(group.engine.again(group.timeout))  # a channel of its own
+        vars(self).update(vars(own), _of_programs=None, _by_mpi4jax=False)
         self.first_ranks = self.world_ranks
         self.engine.interrupt = self.engine.comm.Revoke
 

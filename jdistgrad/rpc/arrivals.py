@@ -6,6 +6,7 @@ It is kept until this worker asks for it, which may be before it has made the gr
 import itertools
 import pickle
 import threading
+from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from jdistgrad.wire.arrays import ALIAS_FROM
@@ -30,6 +31,12 @@ class GaveUp(NamedTuple):
 
 
 _completing = threading.Lock()  # shared: a lock for each meeting would cost more than it ever waits
+
+
+class Unpicklable(NamedTuple):
+    """What comes in place of a word that cannot be pickled: why."""
+
+    why: str
 
 
 class Gathering:
@@ -72,7 +79,7 @@ class Gathering:
 
 
 class Arrivals:
-    """What has come for one group, by key, and the first word of another worker that waits no longer."""
+    """What has come for one group, by key, and who waits no longer since the earliest meeting."""
 
     def __init__(self) -> None:
         self.by_key: dict[int, Gathering] = {}
@@ -91,16 +98,22 @@ class Arrivals:
 
     def end(self, word: GaveUp) -> None:
         """Let nobody wait for a meeting from this one on."""
-        self.gave_up = self.gave_up or word
+        if self.gave_up is None or word.turn < self.gave_up.turn:
+            self.gave_up = word
         for key, one in list(self.by_key.items()):
             if word.turn <= key < LETTERS:
                 one.end()
 
 
 class Groups:
-    """The groups of a worker: what has come for each, and how many it has made of each name."""
+    """The groups of a worker: what has come for each, and how many it has made of each name.
+
+    Attributes:
+      sent: how many words this worker has sent to a group, and letters of each kind: it need not stay until they come.
+    """
 
     def __init__(self) -> None:
+        self.sent: dict[Hashable, int] = {}
         self._of: dict[int, Arrivals] = {}
         self._made: dict[Any, itertools.count[int]] = {}
 
@@ -114,6 +127,10 @@ class Groups:
             arrivals.end(unpacked(message.body))
         else:
             arrivals.of(message.id).add(message.source, message.body)
+
+    def forget(self, group: int) -> None:
+        self._of.pop(group, None)
+        self.sent.pop(group, None)
 
     def next_of(self, name: Any) -> int:
         return next(self._made.setdefault(name, itertools.count()))

@@ -4,7 +4,6 @@ Words and letters are messages, so they ring the receiver's bell, and whoever wa
 """
 
 import hashlib
-import itertools
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import Any
 
 from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError, WorldClosedError
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.arrivals import GAVE_UP, LETTERS, Arrivals, GaveUp, Groups, packed, unpacked
+from jdistgrad.rpc.arrivals import GAVE_UP, LETTERS, Arrivals, GaveUp, Groups, Unpicklable, packed, unpacked
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
@@ -46,29 +45,28 @@ class Meeting:
           CollectiveError: a word cannot be pickled.
           WorkerLostError: one will not come.
         """
-        if not self.at_once(AT_ONCE):
-            self._wait(timeout - AT_ONCE)
+        try:
+            if not self.at_once(AT_ONCE):
+                self._wait(timeout - AT_ONCE)
+        except KeyboardInterrupt:
+            self._members.leave("KeyboardInterrupt")
+            raise
         if self._has_failed():
             raise self._failure(None)
         members, came = self._members, self._gathering.came
         self._arrivals.by_key.pop(self._turn, None)
-        words = [unpacked(came[rank]) if rank in came else self._word for rank in members.ranks]
-        for word in words:
-            if isinstance(word, CollectiveError):
-                raise word
+        words = [self._word if place == members.rank else unpacked(came[r]) for place, r in enumerate(members.ranks)]
+        for place, word in enumerate(words):
+            if type(word) is Unpicklable:
+                raise CollectiveError(f"{self._what}: that of rank {place} cannot be pickled: {word.why}")
         return words
 
     def _wait(self, timeout: float) -> None:
-        members, start = self._members, time.monotonic()
+        members = self._members
         entry = CollectiveEntry(self._what, members.name, self._turn)
         with WatchedBlock(members.worker, entry, members.ranks) as block:
-            try:
-                if not block.wait(self._gathering, timeout):
-                    members.give_up(self._turn, self._missing(), round(timeout, 3))
-            except KeyboardInterrupt:
-                seconds = round(time.monotonic() - start, 1)
-                members.give_up(self._turn, self._missing(), seconds, "KeyboardInterrupt")
-                raise
+            if not block.wait(self._gathering, timeout):
+                members.give_up(self._turn, self._missing(), round(timeout, 3))
             if self._has_failed():
                 raise self._failure(block)
 
@@ -83,14 +81,13 @@ class Meeting:
     def _failure(self, block: "WatchedBlock | None") -> MissingRanksError:
         word, members = self._arrivals.gave_up, self._members
         assert word is not None
-        if members.rank in word.missing:
-            return waits_no_longer(self._what, word.rank, word.seconds)
+        if members.rank in word.missing or word.cause:
+            return waits_no_longer(self._what, word.rank, word.seconds, word.cause)
         places = {}
         if block is not None:
             found = block.places([members.ranks[place] for place in word.missing])
             places = {place: found[members.ranks[place]] for place in word.missing if members.ranks[place] in found}
-        early = f" A rank gave up early: {word.cause}." if word.cause else ""
-        return missing_ranks(self._what, word.missing, word.seconds, places, early)
+        return missing_ranks(self._what, word.missing, word.seconds, places)
 
 
 class Members:
@@ -102,14 +99,19 @@ class Members:
     """
 
     def __init__(self, worker: Mailbox, ranks: Sequence[int], parent: Any = None):
-        self.ranks, self.size, self.rank = tuple(ranks), len(ranks), tuple(ranks).index(worker.rank)
+        self.ranks, self.size = tuple(map(int, ranks)), len(ranks)
+        if worker.rank not in self.ranks:
+            raise CollectiveError(
+                f"collectives of the workers {list(self.ranks)}, made by {worker.info}, who is not one"
+            )
+        self.rank = self.ranks.index(worker.rank)
         self._worker, self._info = weakref.ref(worker), worker.info  # programs keep groups, which must not keep workers
-        meetings = worker.part(Groups)
-        text = repr((parent, self.ranks, meetings.next_of((parent, self.ranks))))
+        self._groups = worker.part(Groups)
+        text = repr((parent, self.ranks, self._groups.next_of((parent, self.ranks))))
         self.name = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
-        self._arrivals, self._turns = meetings.arrivals(self.name), itertools.count()
+        self._arrivals, self._turn = self._groups.arrivals(self.name), -1
         self.others = [rank for rank in self.ranks if rank != worker.rank]
-        self._letters: dict[tuple[int, int, bool], itertools.count[int]] = {}
+        self._received: dict[tuple[int, int], int] = {}  # letters, by sender and tag
 
     @property
     def worker(self) -> Mailbox:
@@ -130,7 +132,9 @@ class Members:
 
     def begin(self, word: Any, what: str) -> Meeting:
         """Come to the next meeting, with a word for the others."""
-        turn, worker = next(self._turns), self.worker
+        worker = self.worker
+        self._turn = turn = self._turn + 1
+        self._groups.sent[self.name] = turn + 1
         if type(word) is bytes and len(word) < LONGEST_WORD and not worker.hands_over:
             with put_off_interrupt():
                 worker.transport.send_words(self.others, turn, self.name, word)
@@ -138,7 +142,7 @@ class Members:
         try:
             body = word if worker.hands_over else packed(word)
         except Exception as error:  # the others wait for something in any case
-            word = CollectiveError(f"{what}: that of rank {self.rank} cannot be pickled: {in_short(error)}")
+            word = Unpicklable(in_short(error))
             body = packed(word)
         self._tell_others(worker, turn, body)
         return Meeting(self, self._arrivals, turn, word, what)
@@ -157,17 +161,28 @@ class Members:
         self._arrivals.end(word)
         self._tell_others(worker, GAVE_UP, word if worker.hands_over else packed(word))
 
+    def leave(self, cause: str) -> None:
+        """Tell the others that this worker's operation has been ended, by Ctrl-C for example."""
+        self.give_up(self._turn, [], 0.0, cause)
+
+    def close(self) -> None:
+        """Forget what has come."""
+        self._groups.forget(self.name)
+
     # Letters. The k-th that a worker sends to another with a tag is the k-th that the other takes.
 
     def send(self, to: int, tag: int, letter: Any) -> None:
         """Send a letter to a rank of the group, without waiting."""
-        worker, key = self.worker, self._letter(self.rank, to, tag, incoming=False)
+        worker, kind = self.worker, (self.name, self.rank, to, tag)
+        number = self._groups.sent.get(kind, 0)
         body = trees.steady(letter) if worker.hands_over else packed(letter)
+        message = Message(Kind.MEET, worker.rank, _letter(self.rank, tag, number), body, self.name)
         with put_off_interrupt():
-            worker.transport.send(self.ranks[to], Message(Kind.MEET, worker.rank, key, body, self.name))
+            worker.transport.send(self.ranks[to], message)
+            self._groups.sent[kind] = number + 1
 
     def receive(self, source: int, tag: int, what: str, timeout: float, remedy: str = "") -> Any:
-        """Return the next letter from a rank of the group.
+        """Return the next letter from a rank of the group. After an error the next call waits for the same letter.
 
         Arguments:
           remedy: what to do where none comes, for the error.
@@ -177,22 +192,24 @@ class Members:
           WorkerLostError: none will come.
         """
         worker, ranks = self.worker, (self.ranks[self.rank], self.ranks[source])
-        key = self._letter(source, source, tag, incoming=True)
+        number = self._received.get((source, tag), 0)
+        key = _letter(source, tag, number)
         awaited = self._arrivals.expect(key, 1)
-        entry = CollectiveEntry(what, (self.name, ranks[::-1], tag), 0)
+        entry = CollectiveEntry(what, (self.name, source, self.rank, tag), number)
         with WatchedBlock(worker, entry, ranks) as block:
             if not block.wait(awaited, timeout):
                 place = block.places(ranks[1:]).get(ranks[1])
                 where = f" (it is at {place})" if place else ""
                 text = f"{what}: nothing has come within {timeout:g} s{where}. {remedy}"
                 raise MissingRanksError(text, missing=[source], seconds=timeout)
+        self._received[source, tag] = number + 1
         self._arrivals.by_key.pop(key, None)
         return unpacked(awaited.came[ranks[1]])
 
-    def _letter(self, sender: int, other: int, tag: int, *, incoming: bool) -> int:
-        """Return the key of the next letter from a rank, exchanged with the other one."""
-        number = next(self._letters.setdefault((other, tag, incoming), itertools.count()))
-        return LETTERS | sender << 42 | tag << 32 | number
+
+def _letter(sender: int, tag: int, number: int) -> int:
+    """Return the key of a letter."""
+    return LETTERS | sender << 42 | tag << 32 | number
 
 
 # The errors of waits.
@@ -203,25 +220,24 @@ FEWER = (
 )
 
 
-def missing_ranks(
-    what: str, missing: list[int], seconds: float, places: Mapping[int, str], early: str = ""
-) -> MissingRanksError:
+def missing_ranks(what: str, missing: list[int], seconds: float, places: Mapping[int, str]) -> MissingRanksError:
     """Make the error for ranks that did not come. ``places``: where some of them are, if known."""
     who = f"rank {missing[0]} has" if len(missing) == 1 else f"ranks {missing} have"
     where = "; ".join(f"rank {rank} is at {places[rank]}" for rank in sorted(places))
     return MissingRanksError(
         f"{what}: {who} not come within {seconds:g} s{f' ({where})' if where else ''}. Every rank must take the same "
         "steps; ranks with fewer inputs need DataParallel.join(), slow ones a longer timeout. "
-        f"{FEWER}{early}",
+        f"{FEWER}",
         missing=missing,
         seconds=seconds,
     )
 
 
-def waits_no_longer(what: str, rank: int, seconds: float) -> MissingRanksError:
+def waits_no_longer(what: str, rank: int, seconds: float, cause: str = "") -> MissingRanksError:
     """Make the error for one that comes after a rank has given up. ``seconds``: how long that rank has waited."""
+    why = f"{cause} has ended its operation" if cause else "not all ranks came in time"
     return MissingRanksError(
-        f"{what}: rank {rank} waits no longer, since not all ranks came in time. Every rank must take the same steps; "
+        f"{what}: rank {rank} waits no longer, since {why}. Every rank must take the same steps; "
         f"slow ones need a longer timeout, on every rank. {FEWER}",
         missing=[rank],
         seconds=seconds,

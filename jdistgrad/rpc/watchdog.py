@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.ffi.sites import is_cancelled
+from jdistgrad.rpc.arrivals import Groups
 from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.current import within
@@ -213,12 +214,16 @@ class Watchdog:
             return Absence(f"{info} will not come, it {found.closing}", ASK_SECONDS)
         home = self._mailbox.home
         comes_to_none = calls_package(home) and not self._closing.wanted
-        elsewhere = found.awaits - {each.entry for each in self._waits()}
+        elsewhere = {one for one in found.awaits if not self._has_sent(one)} - {each.entry for each in self._waits()}
         awaits = frozenset(each for each in elsewhere if comes_to_none or not each.by_calls)
         if not awaits:
             return None
         why = self._waits_elsewhere(peer, awaits, found.place)
         return Absence(why, CROSSED_SECONDS, awaits, (found.place, where(home)))
+
+    def _has_sent(self, entry: CollectiveEntry) -> bool:
+        """Return whether this worker has sent its word, or the letter, that an entry is about: it need not stay."""
+        return self._mailbox.part(Groups).sent.get(entry.group, -1) > entry.turn
 
     def _waits_elsewhere(self, peer: int, awaited: Collection[CollectiveEntry], place: str) -> str:
         return (
@@ -254,7 +259,7 @@ class Watchdog:
     def location(self, asker: int, entry: CollectiveEntry) -> Location:
         shared = [one for one in self._waits() if asker in one.peers]
         awaits = frozenset(one.entry for one in shared if not one.blocking)
-        there = any(one.entry == entry for one in shared)
+        there = self._has_sent(entry) or any(one.entry == entry for one in shared)
         running = [one.function for one in list(self._mailbox.running.values()) if one.thread]
         serves_users = any(one is not location and one is not deadlocked for one in running)
         if self._closing.only_serves:

@@ -37,9 +37,10 @@ def value(rank, shape, dtype):
 def test_sums_of_every_dtype_and_shape(world, rank, size):
     c = of_this_world()
     kinds = [(shape, dtype) for dtype in DTYPES for shape in (SHAPES if dtype == "float32" else SHAPES[2:3])]
-    for run in (c.allreduce, jax.jit(c.allreduce)):
+    sums = (c.allreduce, size), (jax.jit(c.allreduce), size), (c.scan, rank + 1), (jax.jit(c.scan), rank + 1)
+    for run, count in sums:
         for (shape, dtype), got in zip(kinds, run([value(rank, *kind) for kind in kinds]), strict=True):
-            expected = sum(np.asarray(value(r, shape, dtype)).astype("complex64") for r in range(size))
+            expected = sum(np.asarray(value(r, shape, dtype)).astype("complex64") for r in range(count))
             assert (got.dtype, got.shape) == (jnp.dtype(dtype), shape)
             np.testing.assert_array_equal(np.asarray(got).astype("complex64"), expected)
 

@@ -53,6 +53,20 @@ def test_letters_are_in_order_for_each_sender_and_tag(world, rank, size):
 
 
 @on_every_worker
+def test_a_letter_that_comes_too_late_is_the_next(world, rank, size):
+    group, all_ = members(), members()
+    if rank == 1:
+        with pytest.raises(MissingRanksError):
+            group.receive(0, 7, "a letter", 0.2)
+    all_.begin(None, "the first is late").wait(60)
+    if rank == 0 and size > 1:
+        group.send(1, 7, "first")
+        group.send(1, 7, "second")
+    if rank == 1:
+        assert [group.receive(0, 7, "a letter", 60) for _ in range(2)] == ["first", "second"]
+
+
+@on_every_worker
 def test_who_gives_up_ends_the_meetings_of_all(world, rank, size):
     group, all_ = members(), members()
     if size < 3:
