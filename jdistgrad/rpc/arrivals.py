@@ -109,13 +109,14 @@ class Groups:
     """The groups of a worker: what has come for each, and how many it has made of each name.
 
     Attributes:
+      made: counts the groups made of each parent and ranks.
       sent: how many words this worker has sent to a group, and letters of each kind: it need not stay until they come.
     """
 
     def __init__(self) -> None:
         self.sent: dict[Hashable, int] = {}
         self._of: dict[int, Arrivals] = {}
-        self._made: dict[Any, itertools.count[int]] = {}
+        self.made: dict[Any, itertools.count[int]] = {}
 
     def arrivals(self, group: int) -> Arrivals:
         return self._of.get(group) or self._of.setdefault(group, Arrivals())
@@ -131,9 +132,6 @@ class Groups:
     def forget(self, group: int) -> None:
         self._of.pop(group, None)
         self.sent.pop(group, None)
-
-    def next_of(self, name: Any) -> int:
-        return next(self._made.setdefault(name, itertools.count()))
 
 
 def packed(value: Any) -> Parcel:

@@ -4,6 +4,7 @@ Words and letters are messages, so they ring the receiver's bell, and whoever wa
 """
 
 import hashlib
+import itertools
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -107,7 +108,8 @@ class Members:
         self.rank = self.ranks.index(worker.rank)
         self._worker, self._info = weakref.ref(worker), worker.info  # programs keep groups, which must not keep workers
         self._groups = worker.part(Groups)
-        text = repr((parent, self.ranks, self._groups.next_of((parent, self.ranks))))
+        number = next(self._groups.made.setdefault((parent, self.ranks), itertools.count()))
+        text = repr((parent, self.ranks, number))
         self.name = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
         self._arrivals, self._turn = self._groups.arrivals(self.name), -1
         self.others = [rank for rank in self.ranks if rank != worker.rank]

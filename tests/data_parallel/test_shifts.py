@@ -11,7 +11,6 @@ from helpers.worlds import on_every_worker
 from hypothesis import given, settings, strategies as st
 from jax.sharding import PartitionSpec as P
 
-import jdistgrad as jd
 from jdistgrad.collectives import Mesh, operations
 from jdistgrad.collectives.default import of_this_world
 from jdistgrad.errors import DisagreementError
@@ -133,17 +132,6 @@ def test_edges_that_an_array_cannot_hold_are_refused(big_world, rank, size):
         for x, edge in (("bfloat16", jnp.float32(2)), ("complex64", 2.0), ("uint8", 2)):
             found = run(lambda x, edge=edge: c.shift(x, wrap=False, edge=edge))(jnp.zeros(3, x))
             np.testing.assert_array_equal(found, jnp.full(3, 0 if rank else edge, x), strict=True)
-
-
-@pytest.mark.one_process  # over MPI they would wait
-def test_threads_that_shift_differently_are_told_without_a_meeting():
-    def main():
-        me, c = jd.init(), of_this_world()
-        with pytest.raises(DisagreementError, match="not in the same operation"):
-            c.on_host("shift", jnp.ones(3), operations.shifted(3, 1 if me.rank else 2, wrap=True))
-        jd.shutdown()
-
-    jd.spawn(main, 3)
 
 
 @on_every_worker
