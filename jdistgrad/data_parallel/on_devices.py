@@ -241,8 +241,6 @@ def new_driver(collectives: HostCollectives, rules: Rules) -> Driver:
 
 Drivers = weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]
 
-_of_no_world = Drivers()
-
 
 def shared_driver(collectives: HostCollectives, rules: Rules, *, anew: bool = False) -> Driver:
     """Return the one driver for these collectives and settings here. Hooks of one name count as the same setting.
@@ -250,8 +248,7 @@ def shared_driver(collectives: HostCollectives, rules: Rules, *, anew: bool = Fa
     Arguments:
       anew: if the ranks have come apart in its steps, begin with another one.
     """
-    worker = collectives.keeper()
-    drivers: Drivers = _of_no_world if worker is None else worker.kept.setdefault("drivers", Drivers())
+    drivers: Drivers = collectives.keeper().kept.setdefault("drivers", Drivers())
     found = drivers.setdefault(collectives, {})
     if rules.settings not in found or (anew and found[rules.settings].refuses):
         found[rules.settings] = new_driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
