@@ -16,13 +16,7 @@ from helpers.worlds import on_every_worker
 import jdistgrad as jd
 from jdistgrad import collectives as all_of
 from jdistgrad.collectives.default import of_this_world
-from jdistgrad.errors import (
-    CollectiveError,
-    DisagreementError,
-    MissingRanksError,
-    NotInitializedError,
-    WorldClosedError,
-)
+from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, WorldClosedError
 from jdistgrad.wire import launcher_env
 
 DTYPES = ["float16", "bfloat16", "float32", "complex64", "int8", "uint8", "int16", "int32", "uint32", "float8_e4m3fn"]
@@ -338,7 +332,7 @@ def test_communicators_that_are_none_are_refused():
     assert float(all_of.MPI(half).allreduce(jnp.ones(()))) == half.size
     half.Free()
     jd.shutdown()
-    with pytest.raises(NotInitializedError):
+    with pytest.raises(jd.NotInitializedError):
         all_of.MPI()
 
 
