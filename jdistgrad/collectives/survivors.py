@@ -13,7 +13,6 @@ where it can be reached.
 """
 
 import logging
-import os
 import time
 from collections.abc import Collection
 from typing import Any
@@ -88,11 +87,8 @@ class Survivors(MPI):
         return bool(ballot[0])
 
     def _wait_for_vote(self, request: Any, ballot: np.ndarray, together: WatchedBlock) -> None:
-        end = time.monotonic() + AT_ONCE
-        while time.monotonic() < end:
-            if request.Test():
-                return
-            os.sched_yield()
+        if poll(request.Test, AT_ONCE):  # before the request is kept, and the check costs anything
+            return
         known: dict[int, float] = {}
 
         def check() -> None:
