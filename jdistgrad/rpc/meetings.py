@@ -128,9 +128,9 @@ class Members:
             )
         return worker
 
-    def again(self, ranks: Sequence[int] | None = None) -> "Members":
-        """Return another group of the same workers, or of some. All of these must call it."""
-        return Members(self.worker, self.ranks if ranks is None else ranks, self.name)
+    def again(self) -> "Members":
+        """Return another group of the same workers. All of them must call it."""
+        return Members(self.worker, self.ranks, self.name)
 
     def begin(self, word: Any, what: str) -> Meeting:
         """Come to the next meeting, with a word for the others."""
