@@ -16,7 +16,6 @@ from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.leaves import flatten, is_sparse
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.buckets import Bucket, join_flat
-from jdistgrad.data_parallel.driver import Driver
 from jdistgrad.data_parallel.rules import Rules
 from jdistgrad.errors import CollectiveError, HookError, LeafError
 from jdistgrad.rpc.functions import Args
@@ -28,10 +27,10 @@ class CompiledAverage:
     """Averages as functions of gradients and the hook's states, which become part of a compiled program.
 
     Arguments:
-      driver: agrees on buckets with the other ranks; None on a mesh, where all ranks run one program.
+      driver: the ``Driver`` that agrees on buckets with the other ranks; None on a mesh, where all run one program.
     """
 
-    def __init__(self, collectives: Collectives, rules: Rules, driver: Driver | None):
+    def __init__(self, collectives: Collectives, rules: Rules, driver: Any):
         self._collectives, self._rules, self._driver = collectives, rules, driver
         self._hook = rules.hook or hooks.average()
 
@@ -92,7 +91,8 @@ class CompiledAverage:
             terms = self._rules.terms(tree)
             self._rules.require_averages(terms.leaves)
             return self._rules.plan(terms, None).buckets
-        return self._driver.plan_for(tree).buckets
+        buckets: Sequence[Bucket] = self._driver.plan_for(tree).buckets
+        return buckets
 
 
 @functools.cache

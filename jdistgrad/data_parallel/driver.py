@@ -1,7 +1,8 @@
-"""Steps driven from Python, in segments or whole, and reduced by a thread of their own."""
+"""The steps of a rank: traced, planned with the other ranks, run by an executor, noted."""
 
 import contextlib
 import dataclasses
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,17 +16,19 @@ from jdistgrad.collectives.default import able_to_go_on
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.in_turn import InTurn
 from jdistgrad.collectives.leaves import describe, flatten, index_dimensions, is_sparse
+from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.averages import require_rows
 from jdistgrad.data_parallel.hooks import Hook, require_states
-from jdistgrad.data_parallel.program import Programs, Segmented, Trace, readiness
+from jdistgrad.data_parallel.overlapped import Overlapped, Reduction
+from jdistgrad.data_parallel.program import Programs, Trace, readiness
 from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
-from jdistgrad.data_parallel.reduction import Reduction
-from jdistgrad.data_parallel.rules import BucketPlan, Handling, Rules, Terms, bit_digests
+from jdistgrad.data_parallel.rules import BucketPlan, Handling, PlannedStep, Rules, Settings, Terms, bit_digests
 from jdistgrad.data_parallel.statistics import Statistics, after_step
+from jdistgrad.data_parallel.whole import Whole
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
-from jdistgrad.rpc.handles import is_handle, without_handles
+from jdistgrad.rpc.handles import is_handle
 
 WIDE = {np.dtype(np.float32): np.float64, np.dtype(np.complex64): np.complex128}
 
@@ -55,13 +58,20 @@ class Join:
 
 
 class Driver:
-    """The steps of a rank. Every rank must make a driver, and call its methods in the same order."""
+    """The steps of a rank. Every rank must make a driver, and call its methods in the same order.
 
-    def __init__(self, collectives: HostCollectives, rules: Rules, *, goes_on: bool = True):
+    A step is traced, planned with the other ranks, and run by an executor: ``Overlapped``, or ``Whole`` where gradients
+    stay on the rank's device. In host memory, as without devices, is done what no program over devices can do: steps in
+    a ``join`` block, in which a rank may have no inputs, and averages of sparse arrays.
+    """
+
+    def __init__(self, collectives: HostCollectives, rules: Rules):
         adjusted = collectives.adjusted(timeout=rules.timeout, meets_in_programs=collectives.meets_in_programs)
-        twin = able_to_go_on(adjusted) if goes_on else adjusted.twin()  # a channel of its own
-        self._rules, self.reducer = rules, Reducer(twin, rules)
-        self._thread = InTurn()
+        on_device = isinstance(collectives, MPI) and collectives.device is not None
+        twin = adjusted.twin() if on_device else able_to_go_on(adjusted)  # a channel of its own
+        self._rules, self.reducer, self._thread = rules, Reducer(twin, rules), InTurn()
+        self._overlapped = Overlapped(self.reducer, self._thread)
+        self._executor = Whole(self.reducer, self._thread, rules) if on_device else self._overlapped
         self._plans: dict[Any, BucketPlan] = {}
         self._noted: dict[Any, list[bool]] = {}  # by structure, the parameters used by steps since the last average
         self.statistics = Statistics(hook=rules.hook.name if rules.hook else "none", bucket_cap_mb=rules.bucket_cap_mb)
@@ -109,9 +119,10 @@ class Driver:
     # Steps.
 
     def step(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
+        executor = self._overlapped if self.joining else self._executor
         with self._telling_failures():
-            program = self._compiled(programs, args, kwargs, overlap=overlap)
-        return self._taken(program, args, kwargs)
+            step = executor.planned(programs, (args, kwargs), self._agree_on_model, overlap=overlap)
+        return self._run(executor, step, (args, kwargs), Act.REDUCE)[:2]
 
     @contextlib.contextmanager
     def _telling_failures(self) -> Iterator[None]:
@@ -124,69 +135,33 @@ class Driver:
             self.abandon()
             raise
 
-    def _compiled(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> Any:
-        """Return the plan of a step, its trace, and the step in segments: with ``overlap`` one for each bucket."""
-
-        def make(traced: Trace) -> tuple[BucketPlan, Trace, Segmented]:
-            plan = self._agree_on_model(traced)
-            groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
-            segmented = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
-            return plan, traced._replace(closed=None, parameters=()), segmented  # it is kept; the parameters go
-
-        return programs.find(args, kwargs, overlap, make)
-
-    def _taken(self, program: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-        plan, traced, segmented = program
-
-        def compute(reduction: Reduction) -> Any:
-            leaves = without_handles(jax.tree.leaves((args, kwargs)))
-            return jax.tree.unflatten(traced.results, segmented(leaves, reduction.launch))
-
-        return self._reduced(plan, traced.gradients, compute, traced.used)[:2]
-
-    def _reduced(
-        self,
-        plan: BucketPlan,
-        structure: Any,
-        compute: Callable[[Reduction], Any],
-        used: Sequence[bool] | None = None,
-        act: Act = Act.REDUCE,
-        **unusual: Any,
+    def _run(
+        self, executor: Overlapped | Whole, step: PlannedStep, inputs: Any, act: Act, **unusual: Any
     ) -> tuple[Any, Any, Handling]:
-        """Return what a function computes that launches all gradients of a reduction; their averages; their handling.
+        """Return a step's results, the averages, and how they were handled.
 
         If a rank dies meanwhile, all this is done again without it.
         """
         while True:
             before = self.reducer.step
-            handling = self._handling(plan, act, **unusual)
-            reduction = Reduction(self.reducer, self._thread, plan, handling, self._sharing(structure, used))
+            handling = self._handling(step.plan, act, **unusual)
             try:
-                results = compute(reduction)
-                reduction.end()
-            except BaseException:
-                if reduction.is_launched:  # the others need nothing more of this rank's gradients
-                    reduction.end()
-                else:
-                    reduction.abandon()
-                raise
-            try:
-                averages = reduction.finish()
+                results, averages, shared = executor.run(step, inputs, handling, self._sharing(step))
             except UnfinishedError:
                 handling.put_back()
                 self.reducer.step = before
                 continue
             except NonFiniteError:
-                self._take_noted(structure)  # nothing comes of the steps without averaging before
+                self._take_noted(step.structure)  # nothing comes of the steps without averaging before
                 raise
-            self._note(plan, structure, handling, reduction.found)
-            return results, jax.tree.unflatten(structure, averages), handling
+            self._note(step, handling, shared)
+            return results, jax.tree.unflatten(step.structure, averages), handling
 
     def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step without averaging; return the value, and this rank's own gradients."""
         results: tuple[Any, Any] = programs.local(*args, **kwargs)
         if self._rules.find_unused_parameters:  # and the step has not failed
-            structure, used = programs.find(args, kwargs, "usage", lambda traced: (traced.gradients, traced.used))
+            structure, used = programs.find((args, kwargs), "usage", lambda traced: (traced.gradients, traced.used))
             self._noted[structure] = self._take_noted(structure, used)
         return results
 
@@ -204,26 +179,28 @@ class Driver:
 
     def _average(self, gradients: Any, plan: BucketPlan, **unusual: Any) -> tuple[Any, Handling]:
         leaves, structure = flatten(gradients)
-
-        def compute(reduction: Reduction) -> None:
-            reduction.launch([as_gradient(plan.terms.leaves[k].path, leaves[k]) for k in plan.bucketed])
-
-        return self._reduced(plan, structure, compute, act=Act.AVERAGE, **unusual)[1:]
+        executor = self._overlapped if self.joining or any(map(is_sparse, leaves)) else self._executor
+        with self._telling_failures():
+            own = [as_gradient(leaf.path, given) for leaf, given in zip(plan.terms.leaves, leaves, strict=True)]
+            step = executor.given(plan, own, structure, unusual.get("hook", self._rules.hook))
+        return self._run(executor, step, own, Act.AVERAGE, **unusual)[1:]
 
     def reduction(self, like: Any) -> Reduction:
+        if self._executor is not self._overlapped and self._rules.hook is not None:
+            raise CollectiveError("reduction: over devices a hook is part of a compiled program. Use average.")
         plan = self.plan_for(like)
-        return Reduction(self.reducer, self._thread, plan, self._handling(plan))
+        return Reduction(self.reducer, self._thread, plan, self._handling(plan, Act.REDUCE))
 
     def abandon(self) -> None:
         """Begin the next step and give it up at once."""
         self.reducer.step += 1
         self._thread.submit(self.reducer.abandon, self.reducer.step, 0)
 
-    def _handling(self, plan: BucketPlan, act: Act = Act.REDUCE, **unusual: Any) -> Handling:
+    def _handling(self, plan: BucketPlan, act: Act, **unusual: Any) -> Handling:
         self.reducer.step += 1
         return dataclasses.replace(self.reducer.default_handling(plan, act), **unusual)
 
-    def _sharing(self, structure: Any, used: Sequence[bool] | None) -> Callable[[], Any] | None:
+    def _sharing(self, step: PlannedStep) -> Callable[[], Any] | None:
         """Return what shares, on the thread, which parameters this rank has used; None if nobody asks.
 
         It returns the group that has shared them, and which any rank has used.
@@ -233,7 +210,7 @@ class Driver:
 
         def share() -> tuple[HostCollectives, np.ndarray]:
             group = self.reducer.collectives  # that of the averages: a rank may die in what follows
-            return group, self.reducer.share_used(self._take_noted(structure, used))
+            return group, self.reducer.share_used(self._take_noted(step.structure, step.used))
 
         return share
 
@@ -247,15 +224,15 @@ class Driver:
             return noted or [True] * structure.num_leaves
         return [a or b for a, b in zip(noted or [False] * len(used), used, strict=True)]
 
-    def _note(self, plan: BucketPlan, structure: Any, handling: Handling, shared: Any) -> None:
+    def _note(self, step: PlannedStep, handling: Handling, shared: Any) -> None:
         """Update ``used`` and ``statistics`` after a step. ``shared``: by the function of ``_sharing``."""
         group, used = shared or (self.reducer.collectives, None)
         unused: list[str] = []
         if used is not None:
-            self.used = jax.tree.unflatten(structure, used.tolist())
-            unused = [leaf.path for leaf, flag in zip(plan.terms.leaves, used, strict=True) if not flag]
+            self.used = jax.tree.unflatten(step.structure, used.tolist())
+            unused = [leaf.path for leaf, flag in zip(step.plan.terms.leaves, used, strict=True) if not flag]
         rank, size = group.rank_at(group.rank), group.size
-        self.statistics = after_step(self.statistics, plan, handling, unused, rank, size)
+        self.statistics = after_step(self.statistics, step.plan, handling, unused, rank, size)
 
     # Agreement.
 
@@ -311,3 +288,19 @@ def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
         is_array = hasattr(leaf, "dtype") and not is_handle(leaf)
         kinds.append((leaf.shape, leaf.dtype, index_dimensions(leaf)) if is_array else type(leaf))
     return structure, trace_context(), tuple(kinds)
+
+
+Drivers = weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]
+
+
+def shared_driver(collectives: HostCollectives, rules: Rules, *, anew: bool = False) -> Driver:
+    """Return the one driver for these collectives and settings here. Hooks of one name count as the same setting.
+
+    Arguments:
+      anew: if the ranks have come apart in its steps, begin with another one.
+    """
+    drivers: Drivers = collectives.keeper().kept.setdefault("drivers", Drivers())
+    found = drivers.setdefault(collectives, {})
+    if rules.settings not in found or (anew and found[rules.settings].refuses):
+        found[rules.settings] = Driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
+    return found[rules.settings]

@@ -35,9 +35,8 @@ from jdistgrad.data_parallel.buckets import Cap
 from jdistgrad.data_parallel.compiled import CompiledAverage, localized
 from jdistgrad.data_parallel.driver import Driver, Join
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.on_devices import new_driver
+from jdistgrad.data_parallel.overlapped import Reduction
 from jdistgrad.data_parallel.program import Programs
-from jdistgrad.data_parallel.reduction import Reduction
 from jdistgrad.data_parallel.rules import Rules
 from jdistgrad.data_parallel.statistics import Statistics
 from jdistgrad.errors import CollectiveError
@@ -125,7 +124,7 @@ class DataParallel(Corrected):
         self._driver: Driver | None = None
         self._of_programs = self.collectives  # with this object's settings, for compiled steps
         if isinstance(self.collectives, HostCollectives):
-            self._driver = new_driver(self.collectives, rules)
+            self._driver = Driver(self.collectives, rules)
             meets = check and self.collectives.meets_in_programs
             self._of_programs = self.collectives.adjusted(timeout=timeout, meets_in_programs=meets)
         self._compiled_average = CompiledAverage(self._of_programs, rules, self._driver)

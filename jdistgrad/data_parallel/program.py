@@ -145,16 +145,16 @@ class Programs:
         self.differentiated = jax.value_and_grad(loss, argnums, has_aux)
         self.local = jax.jit(self.differentiated)
 
-    def find(self, args: Args, kwargs: Kwargs, kind: Any, make: Callable[[Trace], T], span: Span | None = None) -> T:
+    def find(self, inputs: tuple[Args, Kwargs], kind: Any, make: Callable[[Trace], T], span: Span | None = None) -> T:
         """Return what ``make`` makes of the traced step: the same for the same kind and shapes.
 
         Arguments:
           span: the devices that the step's collectives reach; None: this rank's only.
         """
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = jax.tree.flatten(inputs)
         key = tree, kind, trace_context(), tuple(map(jax.typeof, leaves))
         if key not in self._found:
-            traced = trace(self._loss, self.argnums, args, kwargs, has_aux=self._has_aux, span=span)
+            traced = trace(self._loss, self.argnums, *inputs, has_aux=self._has_aux, span=span)
             self._found[key] = make(traced)
         found: T = self._found[key]
         return found

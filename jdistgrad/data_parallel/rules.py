@@ -146,6 +146,19 @@ class BucketPlan:
     bucket_of: dict[int, int]
 
 
+class PlannedStep(NamedTuple):
+    """A step, or an average of given gradients, of which the ranks have agreed on the buckets.
+
+    ``structure``: that of the gradients. ``code``: what the executor that has planned the step runs. ``used``: the
+    parameters that the loss depends on; None for given gradients.
+    """
+
+    plan: BucketPlan
+    structure: Any
+    code: Any
+    used: Sequence[bool] | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of reduction: arguments of ``DataParallel``, which describes them."""

@@ -17,9 +17,8 @@ from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.host_arrays import any_traced
 from jdistgrad.data_parallel.buckets import Cap
 from jdistgrad.data_parallel.compiled import CompiledAverage
-from jdistgrad.data_parallel.driver import Driver
+from jdistgrad.data_parallel.driver import Driver, shared_driver
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.on_devices import shared_driver
 from jdistgrad.data_parallel.rules import Rules
 
 

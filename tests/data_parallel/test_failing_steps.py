@@ -14,8 +14,10 @@ from helpers.worlds import on_every_worker
 from jax.experimental.sparse import BCOO
 
 import jdistgrad as jd
+from jdistgrad.collectives.roll_call import Act
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.data_parallel.rules import PlannedStep
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 from jdistgrad.wire.polling import poll
 
@@ -75,8 +77,9 @@ def interrupted(*_, **__):
 def test_ctrl_c_in_a_step_closes_a_data_parallel(big_world, rank, size):
     dp, other = DataParallel(timeout=20), DataParallel()
     if rank == 1:
+        step = PlannedStep(dp._driver.plan_for(MIXED), None, interrupted)
         with pytest.raises(KeyboardInterrupt):
-            dp._driver._reduced(dp._driver.plan_for(MIXED), None, interrupted)
+            dp._driver._run(dp._driver._overlapped, step, MIXED, Act.REDUCE)
     for _ in range(2):
         with pytest.raises(DisagreementError, match=r"make a new DataParallel on every rank"):
             dp.average(MIXED)

@@ -1,4 +1,4 @@
-"""The reduction of a step, as the computing thread sees it: gradients go in as they become ready, averages come out.
+"""Steps driven from Python: buckets are reduced while later segments of the backward pass run.
 
 The buckets are reduced by the communication thread, one for each DataParallel, so that its collectives have one order.
 """
@@ -13,10 +13,70 @@ from jdistgrad.collectives.in_turn import InTurn
 from jdistgrad.collectives.leaves import Leaf, index_dimensions
 from jdistgrad.collectives.roll_call import Act
 from jdistgrad.data_parallel.averages import require_rows
+from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.data_parallel.program import Programs, Segmented, Trace
 from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
-from jdistgrad.data_parallel.rules import BucketPlan, Handling
+from jdistgrad.data_parallel.rules import BucketPlan, Handling, PlannedStep
 from jdistgrad.errors import CollectiveError, LeafError
+from jdistgrad.rpc.handles import without_handles
 from jdistgrad.wire import pinned
+
+Launch = Callable[[list[Any]], None]  # takes the gradients of the next buckets
+
+
+class Overlapped:
+    """The executor of steps in segments, with ``overlap`` one for each bucket."""
+
+    def __init__(self, reducer: Reducer, thread: InTurn):
+        self._reducer, self._thread = reducer, thread
+
+    def planned(
+        self, programs: Programs, inputs: Any, agree: Callable[[Trace], BucketPlan], *, overlap: bool
+    ) -> PlannedStep:
+        """Return the step of a loss. ``agree``: makes the plan of its trace with the other ranks."""
+
+        def make(traced: Trace) -> PlannedStep:
+            plan = agree(traced)
+            groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
+            segmented = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
+
+            results = traced.results  # not the trace, whose jaxpr and parameters would be kept
+
+            def compute(inputs: Any, launch: Launch) -> Any:
+                return jax.tree.unflatten(results, segmented(without_handles(jax.tree.leaves(inputs)), launch))
+
+            return PlannedStep(plan, traced.gradients, compute, traced.used)
+
+        return programs.find(inputs, overlap, make)
+
+    def given(self, plan: BucketPlan, leaves: Sequence[Any], structure: Any, hook: Hook | None) -> PlannedStep:
+        """Return the average of gradients that somebody holds as a step that computes nothing."""
+
+        def hand_over(leaves: Sequence[Any], launch: Launch) -> None:
+            launch([leaves[k] for k in plan.bucketed])
+
+        return PlannedStep(plan, structure, hand_over)
+
+    def run(
+        self, step: PlannedStep, inputs: Any, handling: Handling, then: Callable[[], Any] | None
+    ) -> tuple[Any, list[Any], Any]:
+        """Return the step's results, its averages, and what ``then`` returns, for which ``Reduction`` has a word.
+
+        Raises:
+          UnfinishedError: a rank has died meanwhile; begin again.
+        """
+        reduction = Reduction(self._reducer, self._thread, step.plan, handling, then)
+        try:
+            results = step.code(inputs, reduction.launch)
+            reduction.end()
+        except BaseException:
+            if reduction.is_launched:  # the others need nothing more of this rank's gradients
+                reduction.end()
+            else:
+                reduction.abandon()
+            raise
+        averages = reduction.finish()
+        return results, averages, reduction.found
 
 
 class Reduction:
