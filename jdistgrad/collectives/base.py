@@ -18,10 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.collectives import send_recv
-from jdistgrad.collectives.arithmetic import divided
 from jdistgrad.collectives.host_arrays import to_jax
 from jdistgrad.collectives.leaves import is_elsewhere, refuse_sparse
-from jdistgrad.collectives.operations import permuted, shifted
+from jdistgrad.collectives.operations import divided, permuted, shifted
 from jdistgrad.errors import CollectiveError
 
 Op = Literal["sum", "max", "min"]

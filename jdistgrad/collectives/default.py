@@ -8,10 +8,9 @@ from typing import Any
 import jax
 
 from jdistgrad.collectives import world
-from jdistgrad.collectives.devices import Devices
+from jdistgrad.collectives.devices import Devices, UnusableDevicesError
 from jdistgrad.collectives.host import TIMEOUT, HostCollectives, Local
 from jdistgrad.collectives.mpi import MPI
-from jdistgrad.collectives.rank_devices import UnusableDevicesError
 from jdistgrad.collectives.roll_call import agree
 from jdistgrad.config import settings
 from jdistgrad.errors import CollectiveError, WorkerLostError

@@ -3,15 +3,17 @@
 import concurrent.futures
 import contextlib
 import functools
+import hashlib
+import socket
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 from jdistgrad import jaxprs
 from jdistgrad._compat import trace_context
-from jdistgrad.collectives import rank_devices
 from jdistgrad.collectives.host import TIMEOUT
 from jdistgrad.collectives.host_arrays import any_traced
 from jdistgrad.collectives.leaves import enclosed, has_functions, on_opened, opened
@@ -22,12 +24,14 @@ from jdistgrad.collectives.spanning import (
     Program,
     Span,
     at_home,
+    default_device,
     in_one_order,
     spanning_program,
     traced,
 )
 from jdistgrad.collectives.under_way import end_job, under_way
 from jdistgrad.errors import CollectiveError, DisagreementError
+from jdistgrad.rpc.devices import cuda_uuid
 
 T = TypeVar("T")
 
@@ -58,10 +62,10 @@ class Devices(MPI):
     def __init__(self, comm: Any = None, *, timeout: float = TIMEOUT):
         super().__init__(comm, timeout=timeout)
         self.agree("new collectives over devices")
-        device, place = rank_devices.of_this_rank()
+        device, place = _of_this_rank()
         places = self.gather_objects(place)
-        rank_devices.require_usable(places)
-        self.span, self.device = Span(rank_devices.mesh_of(places), device), device
+        require_usable(places)
+        self.span, self.device = Span(_mesh_of(places), device), device
         self.in_programs = Mesh(self.span.axis)
 
     def __repr__(self) -> str:
@@ -178,3 +182,79 @@ class _Jitted:
         rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         what = f"{name} of {shapes}{rest} over all devices (program {jaxprs.digest(closed):016x})"
         return spanning_program(self._all.span, closed, leaves, list, donated), results, what
+
+
+# The devices of the ranks: one for each, together a mesh with one axis.
+
+
+class UnusableDevicesError(CollectiveError):
+    """XLA's collectives cannot span the devices of these ranks. All ranks raise it."""
+
+
+class Place(NamedTuple):
+    """A rank's device, as it tells the others.
+
+    ``processes``: how many processes this one is connected with. ``card``: the id of the GPU, or "" if it is unknown.
+    """
+
+    processes: int
+    device: int
+    platform: str
+    kind: str
+    host: str
+    card: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} ({self.platform}) on {self.host}"
+
+
+def _of_this_rank() -> tuple[jax.Device, Place]:
+    """Return the device that this rank computes on, and what it tells the others of it."""
+    device = default_device()
+    card = "" if device.platform == "cpu" else cuda_uuid(device.local_hardware_id or 0)
+    return device, Place(
+        jax.process_count(), device.id, device.platform, device.device_kind, socket.gethostname(), card
+    )
+
+
+def require_usable(places: Sequence[Place]) -> None:
+    """Raise UnusableDevicesError unless XLA's collectives can span the devices of these ranks.
+
+    Arguments:
+      places: the devices of all ranks, by rank.
+    """
+    alone = [rank for rank, place in enumerate(places) if place.processes < len(places)]
+    if alone:
+        raise UnusableDevicesError(
+            f"Devices: ranks {alone} of {len(places)} see only their own devices, so XLA's collectives do not reach "
+            "the others. Call jd.init(devices=True), on every rank, before the first array; or start jax.distributed."
+        )
+    kinds = {(place.platform, place.kind): rank for rank, place in reversed(list(enumerate(places)))}
+    if len(kinds) > 1:
+        one, other = sorted(kinds.values())[:2]
+        raise UnusableDevicesError(
+            f"Devices: the ranks have different kinds of devices: rank {one} has {places[one]}, rank {other} has "
+            f"{places[other]}. XLA's collectives need one kind: choose it with JAX_PLATFORMS, or leave nodes out."
+        )
+    owners: dict[tuple[str, str], int] = {}
+    for rank, place in enumerate(places):
+        if not place.card:
+            continue
+        owner = owners.setdefault((place.host, place.card), rank)
+        if owner != rank:
+            raise UnusableDevicesError(
+                f"Devices: ranks {owner} and {rank} share a GPU of {place.host} ({place.card}), which NCCL refuses. "
+                "Give each rank its own (CUDA_VISIBLE_DEVICES, or as many ranks on a node as it has GPUs), or use "
+                "collectives.MPI."
+            )
+
+
+def _mesh_of(places: Sequence[Place]) -> jax.sharding.Mesh:
+    """Return the mesh of the ranks' devices, in the order of the ranks.
+
+    The name of its axis is different for each group: JAX keeps traces of functions by such names.
+    """
+    devices = {device.id: device for device in jax.devices(places[0].platform)}
+    numbers = ",".join(str(place.device) for place in places)
+    axis = f"jdistgrad_ranks_{hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()}"
+    return jax.sharding.Mesh(np.array([devices[place.device] for place in places]), (axis,))

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from jdistgrad.collectives import world
-from jdistgrad.collectives.arithmetic import COMBINE, combined
 from jdistgrad.collectives.host_arrays import empty
-from jdistgrad.collectives.operations import OPERATIONS, Route, described
+from jdistgrad.collectives.operations import COMBINE, OPERATIONS, Route, combined, described
 from jdistgrad.collectives.roll_call import require_same_texts
 from jdistgrad.collectives.world import raise_lost
 from jdistgrad.rpc.meetings import Members

@@ -18,19 +18,24 @@ from jdistgrad.collectives.host_arrays import copied, like
 from jdistgrad.collectives.in_turn import InTurn
 from jdistgrad.collectives.operations import OPERATIONS, collective_p, described
 from jdistgrad.collectives.roll_call import agree, undivided
-from jdistgrad.collectives.send_recv import Peer, carried
-from jdistgrad.collectives.world import FOR_ANY_WORLD, is_local
-from jdistgrad.errors import CollectiveError
+from jdistgrad.collectives.send_recv import Peer
+from jdistgrad.collectives.world import FOR_ANY_WORLD, is_local, raise_if_lost
+from jdistgrad.errors import CollectiveError, DisagreementError, WorkerLostError
 from jdistgrad.ffi.dispatch import finish_programs
 from jdistgrad.ffi.lowering import call_in_order, on_cpus
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import Worker, current_worker
+from jdistgrad.wire.arrays import bytes_of
 
 T = TypeVar("T")
 
 TIMEOUT = 300.0
+SENDS_NOTHING = (
+    "For each recv, and each derivative of a send, the other rank has to send: what it received must depend on what it "
+    "differentiates (recv's after=), and what send and recv returned must be part of the losses."
+)
 
 
 class HostCollectives(Collectives):
@@ -79,7 +84,7 @@ class HostCollectives(Collectives):
     def on_host(self, name: str, x: Any, how: Any) -> np.ndarray:
         """Return the operation of this name applied to a concrete array, in new memory."""
         if isinstance(how, Peer):
-            return carried(self, name, np.asarray(x), how)
+            return _carried(self, name, np.asarray(x), how)
         memory = copied(x) if OPERATIONS[name].overwrites else np.ascontiguousarray(x).reshape(np.shape(x))
         return self.run(name, memory, how)
 
@@ -245,6 +250,40 @@ class HostCollectives(Collectives):
     def effect(self) -> Any:
         """Return the ordered effect of operations in programs."""
         return in_order()
+
+
+def _carried(all_: Any, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
+    """Send an array; or return the next one that a rank sends, which must be described by the same words.
+
+    Arguments:
+      all_: the collectives, with ``members`` and ``refusal``.
+
+    Raises:
+      MissingRanksError: no array has come in time.
+      DisagreementError: it is described by other words. The array is lost.
+      WorkerLostError: the sender is lost.
+    """
+    if all_.refusal is not None:
+        raise all_.refusal
+    all_.keeper()
+    words = f"{'cotangent of ' * peer.order}{x.dtype}{list(x.shape)}"
+    if name == "send":
+        try:
+            all_.members.send(peer.rank, peer.tag, (words, np.frombuffer(bytes_of(x), np.uint8)))
+        except WorkerLostError as error:
+            raise_if_lost([all_.world_ranks[peer.rank]], f"send to {peer}", error)
+            raise
+        return np.zeros((), np.float32)
+    sent, octets = all_.members.receive(peer.rank, peer.tag, f"recv from {peer}", all_.timeout, SENDS_NOTHING)
+    if sent != words:
+        raise DisagreementError(
+            f"recv from {peer}: expected {words}, but rank {peer.rank} sent {sent}. recv(like, ...) takes arrays, "
+            "or jax.ShapeDtypeStruct, of the shapes and dtypes that are sent, in the same order. Where one rank "
+            "differentiates, the other has to.",
+            rank=peer.rank,
+        )
+    found: np.ndarray = octets.view(x.dtype).reshape(x.shape)
+    return found
 
 
 class Local(HostCollectives):

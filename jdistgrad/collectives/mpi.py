@@ -16,9 +16,8 @@ from jdistgrad.collectives.by_mpi4jax import MET
 from jdistgrad.collectives.engines import Engine, OverMPI
 from jdistgrad.collectives.host import TIMEOUT, HostCollectives
 from jdistgrad.collectives.operations import described
-from jdistgrad.collectives.rank_devices import default_device
 from jdistgrad.collectives.send_recv import Peer
-from jdistgrad.collectives.spanning import Finish, Program, Span, at_home, in_one_order, where_it_was
+from jdistgrad.collectives.spanning import Finish, Program, Span, at_home, default_device, in_one_order, where_it_was
 from jdistgrad.collectives.world import FOR_ANY_WORLD
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.lowering import call_in_order, on_cpus

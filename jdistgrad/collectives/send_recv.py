@@ -21,15 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.collectives.host_arrays import to_jax
-from jdistgrad.collectives.world import raise_if_lost
-from jdistgrad.errors import CollectiveError, DisagreementError, WorkerLostError
-from jdistgrad.wire.arrays import bytes_of
+from jdistgrad.errors import CollectiveError
 
 TAGS = 1000
-SENDS_NOTHING = (
-    "For each recv, and each derivative of a send, the other rank has to send: what it received must depend on what it "
-    "differentiates (recv's after=), and what send and recv returned must be part of the losses."
-)
 
 
 class Peer(NamedTuple):
@@ -48,40 +42,6 @@ class Peer(NamedTuple):
 
     def __str__(self) -> str:
         return f"rank {self.rank}" + (f" with tag {self.tag}" if self.tag else "")
-
-
-def carried(all_: Any, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
-    """Send an array; or return the next one that a rank sends, which must be described by the same words.
-
-    Arguments:
-      all_: the collectives, with ``members`` and ``refusal``.
-
-    Raises:
-      MissingRanksError: no array has come in time.
-      DisagreementError: it is described by other words. The array is lost.
-      WorkerLostError: the sender is lost.
-    """
-    if all_.refusal is not None:
-        raise all_.refusal
-    all_.keeper()
-    words = f"{'cotangent of ' * peer.order}{x.dtype}{list(x.shape)}"
-    if name == "send":
-        try:
-            all_.members.send(peer.rank, peer.tag, (words, np.frombuffer(bytes_of(x), np.uint8)))
-        except WorkerLostError as error:
-            raise_if_lost([all_.world_ranks[peer.rank]], f"send to {peer}", error)
-            raise
-        return np.zeros((), np.float32)
-    sent, octets = all_.members.receive(peer.rank, peer.tag, f"recv from {peer}", all_.timeout, SENDS_NOTHING)
-    if sent != words:
-        raise DisagreementError(
-            f"recv from {peer}: expected {words}, but rank {peer.rank} sent {sent}. recv(like, ...) takes arrays, "
-            "or jax.ShapeDtypeStruct, of the shapes and dtypes that are sent, in the same order. Where one rank "
-            "differentiates, the other has to.",
-            rank=peer.rank,
-        )
-    found: np.ndarray = octets.view(x.dtype).reshape(x.shape)
-    return found
 
 
 def _peer(all_: Any, rank: Any, tag: Any, what: str) -> Peer:

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jdistgrad import jaxprs
+from jdistgrad._compat import configured
 from jdistgrad.collectives.host_arrays import is_key
 from jdistgrad.errors import LeafError
 from jdistgrad.wire.arrays import as_jax_array
@@ -70,6 +71,11 @@ class Span:
         make = jax.make_array_from_single_device_arrays
         rows = _changed(own, odd, _with_rows)
         return [make((x.shape[0] * self.size, *x.shape[1:]), self._sharding, [x]) for x in rows]
+
+
+def default_device() -> jax.Device:
+    chosen = configured("jax_default_device")
+    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
 
 
 def where_it_was(result: jax.Array, before: jax.Array) -> jax.Array:

@@ -11,9 +11,9 @@ from typing import Any
 import jax
 
 from jdistgrad.collectives import Collectives
-from jdistgrad.collectives.arithmetic import divided
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.leaves import flatten, is_sparse
+from jdistgrad.collectives.operations import divided
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.buckets import Bucket, join_flat
 from jdistgrad.data_parallel.rules import Rules

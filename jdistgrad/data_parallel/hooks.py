@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.collectives.arithmetic import divided
 from jdistgrad.collectives.base import Collectives
 from jdistgrad.collectives.host_arrays import any_traced
+from jdistgrad.collectives.operations import divided
 from jdistgrad.data_parallel.buckets import Bucket, Slot
 from jdistgrad.errors import HookError
 

@@ -20,9 +20,9 @@ import numpy as np
 import optax
 
 from jdistgrad.collectives import Collectives
-from jdistgrad.collectives.arithmetic import divided
 from jdistgrad.collectives.base import require_collectives
 from jdistgrad.collectives.default import shared
+from jdistgrad.collectives.operations import divided
 from jdistgrad.data_parallel.buckets import limits_of, plan_buckets
 from jdistgrad.optim.averaging import with_extra_arguments
 

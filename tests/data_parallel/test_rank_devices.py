@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from jdistgrad import jaxprs
-from jdistgrad.collectives.rank_devices import Place, require_usable
+from jdistgrad.collectives.devices import Place, require_usable
 from jdistgrad.errors import CollectiveError
 
 GPU = Place(processes=3, device=0, platform="gpu", kind="NVIDIA H100", host="node1", card="0")
