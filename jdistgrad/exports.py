@@ -17,12 +17,12 @@ from jdistgrad.collectives.default import barrier as barrier
 from jdistgrad.data_parallel import hooks as hooks
 from jdistgrad.data_parallel.buckets import plan_buckets as plan_buckets
 from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
-from jdistgrad.engines import MpiEngines as MpiEngines
 from jdistgrad.errors import *  # noqa: F403
 from jdistgrad.ffi.dispatch import provide_threads as _provide_threads
 from jdistgrad.modules.function import RemoteFunction as RemoteFunction
 from jdistgrad.modules.module import RemoteModule as RemoteModule
 from jdistgrad.modules.on_owners import get as get, tree_map as tree_map
+from jdistgrad.notebooks import MpiEngines as MpiEngines
 from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timeline
 from jdistgrad.optim.averaging import (
     average_gradients as average_gradients,

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.collectives import send_recv
+from jdistgrad.collectives.descriptions import is_elsewhere, refuse_sparse
 from jdistgrad.collectives.host_arrays import to_jax
-from jdistgrad.collectives.leaves import is_elsewhere, refuse_sparse
 from jdistgrad.collectives.operations import divided, permuted, shifted
 from jdistgrad.errors import CollectiveError
 

@@ -14,9 +14,10 @@ import numpy as np
 
 from jdistgrad import jaxprs
 from jdistgrad._compat import trace_context
+from jdistgrad.collectives.descriptions import enclosed, has_functions, on_opened, opened
 from jdistgrad.collectives.host import TIMEOUT
 from jdistgrad.collectives.host_arrays import any_traced
-from jdistgrad.collectives.leaves import enclosed, has_functions, on_opened, opened
+from jdistgrad.collectives.launches import end_job, launches
 from jdistgrad.collectives.mesh import Mesh
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.spanning import (
@@ -29,7 +30,6 @@ from jdistgrad.collectives.spanning import (
     spanning_program,
     traced,
 )
-from jdistgrad.collectives.under_way import end_job, under_way
 from jdistgrad.errors import CollectiveError, DisagreementError
 from jdistgrad.rpc.devices import cuda_uuid
 
@@ -93,11 +93,11 @@ class Devices(MPI):
         self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
     ) -> list[jax.Array]:
         self._compile(program, what, what if key is None else key)
-        launch = under_way.begin(what, self.engine.block(what, may_leave=True), inputs, self.timeout)
+        launch = launches.begin(what, self.engine.block(what, may_leave=True), inputs, self.timeout)
         try:
             results, launch.done = program.launch(shared)
         except BaseException as error:
-            under_way.give_up(launch)
+            launches.give_up(launch)
             if self.size > 1:
                 traceback.print_exc()
                 end_job(launch, f"{what}: this rank has failed, and the others wait for it: {error}")

@@ -44,7 +44,7 @@ def combined(parts: Sequence[np.ndarray] | np.ndarray, op: str) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Operation:
+class Row:
     """A row of the table.
 
     Arguments:
@@ -86,53 +86,53 @@ def _prefix_sum(parts: Any, rank: Any, step: int, *, inclusive: bool) -> Any:
     return total if inclusive else xp.where(rank == first, xp.zeros_like(total), total)
 
 
-OPERATIONS: dict[str, Operation] = {
+OPERATIONS: dict[str, Row] = {
     # how: "sum", which has this transpose, "max" or "min"
-    "allreduce": Operation(
+    "allreduce": Row(
         lambda parts, rank, op: combined(parts, op),
         lambda by, g, op: by.perform("allreduce", g, "sum"),
         overwrites=True,
         words=" ({})".format,
     ),
     # how: the root
-    "broadcast": Operation(
+    "broadcast": Row(
         lambda parts, rank, root: np.array(parts[root]),
         lambda by, g, root: jnp.where(by.rank == root, by.perform("allreduce", g, "sum"), jnp.zeros_like(g)),
         overwrites=True,
         words=" from rank {}".format,
     ),
-    "allgather": Operation(
+    "allgather": Row(
         lambda parts, rank, how: np.stack(parts),
         lambda by, g, how: by.perform("allreduce", g, "sum")[by.rank],
         lambda shape, size: (size, *shape),
         batch=(0, 1),
     ),
     # of blocks of rows, one for each rank, along the first axis
-    "alltoall": Operation(
+    "alltoall": Row(
         lambda parts, rank, how: np.stack([part[rank] for part in parts]),
         lambda by, g, how: by.perform("alltoall", g),
         batch=(1, 1),
     ),
-    "reduce_scatter": Operation(
+    "reduce_scatter": Row(
         lambda parts, rank, how: combined([_rows_of(part, rank, len(parts)) for part in parts], "sum"),
         lambda by, g, how: by.perform("allgather", g).reshape(by.size * len(g), *g.shape[1:]),
         lambda shape, size: (shape[0] // size, *shape[1:]),
         batch=(1, 1),
     ),
     # how: 1, or -1 to add from the last rank on
-    "scan": Operation(
+    "scan": Row(
         lambda parts, rank, step: _prefix_sum(parts, rank, step, inclusive=True),
         lambda by, g, step: by.perform("scan", g, -step),
         words=" in steps of {}".format,
     ),
-    "exscan": Operation(
+    "exscan": Row(
         lambda parts, rank, step: _prefix_sum(parts, rank, step, inclusive=False),
         lambda by, g, step: by.perform("exscan", g, -step),
         words=" in steps of {}".format,
     ),
     # how: a ``Route``
-    "shift": Operation(_moved, lambda by, g, route: by.perform("shift", g, route.reversed()), words=" {}".format),
-    "permute": Operation(_moved, lambda by, g, route: by.perform("permute", g, route.reversed()), words=" {}".format),
+    "shift": Row(_moved, lambda by, g, route: by.perform("shift", g, route.reversed()), words=" {}".format),
+    "permute": Row(_moved, lambda by, g, route: by.perform("permute", g, route.reversed()), words=" {}".format),
 }
 
 

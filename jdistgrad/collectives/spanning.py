@@ -122,7 +122,7 @@ def lies_oddly(array: Any) -> bool:
     return layout is not None and layout.major_to_minor != tuple(range(array.ndim))
 
 
-class Form(NamedTuple):
+class RowForm(NamedTuple):
     """The form of a value that travels as rows.
 
     ``data``: the type of the value's data, unless these are rows as they are: of a number, or of an array without
@@ -145,13 +145,13 @@ class Form(NamedTuple):
         return data if self.impl is None else jax.random.wrap_key_data(data, impl=self.impl)
 
 
-PLAIN = Form()
+PLAIN = RowForm()
 
 
-def form_of(x: Any) -> Form:
+def form_of(x: Any) -> RowForm:
     impl = jax.random.key_impl(x) if is_key(x) else None
     data = jax.eval_shape(jax.random.key_data, x) if impl is not None else jax.typeof(x)
-    return Form(None if data.ndim and data.size else jax.ShapeDtypeStruct(data.shape, data.dtype), impl)
+    return RowForm(None if data.ndim and data.size else jax.ShapeDtypeStruct(data.shape, data.dtype), impl)
 
 
 @jax.jit
@@ -160,7 +160,7 @@ def _with_rows(leaves: list[Any]) -> list[jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnames="forms")
-def _without_rows(leaves: list[jax.Array], forms: tuple[Form, ...]) -> list[Any]:
+def _without_rows(leaves: list[jax.Array], forms: tuple[RowForm, ...]) -> list[Any]:
     return [form.from_rows(x) for form, x in zip(forms, leaves, strict=True)]
 
 
@@ -241,7 +241,7 @@ def spanning_program(
     # Constants are arguments: they may differ from rank to rank. A copy, since the program may change them later.
     constants = [as_jax_array(const) for const in closed.consts]
     shared_constants, taken = span.shared(constants), [form_of(leaf) for leaf in (*constants, *like)]
-    count, first, given = len(constants), len(closed.jaxpr.invars), list[Form]()
+    count, first, given = len(constants), len(closed.jaxpr.invars), list[RowForm]()
 
     def on_rows(*rows: jax.Array) -> tuple[list[jax.Array], jax.Array]:
         values = [form.from_rows(x) for form, x in zip(taken, rows, strict=True)]

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.collectives.descriptions import is_sparse
 from jdistgrad.collectives.host import HostCollectives
-from jdistgrad.collectives.leaves import is_sparse
 from jdistgrad.data_parallel import hooks
 from jdistgrad.data_parallel.buckets import Bucket, join_flat
 from jdistgrad.errors import LeafError

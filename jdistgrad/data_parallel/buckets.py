@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.collectives.leaves import Leaf
+from jdistgrad.collectives.descriptions import Leaf
 
 CHUNK = 2 << 20  # bytes: a huge page. Averaging 64 MiB takes 10 ms in chunks; in place it took 15 to 20 ms
 

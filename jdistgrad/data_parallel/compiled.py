@@ -11,12 +11,12 @@ from typing import Any
 import jax
 
 from jdistgrad.collectives import Collectives
+from jdistgrad.collectives.descriptions import flatten, is_sparse
 from jdistgrad.collectives.host import HostCollectives
-from jdistgrad.collectives.leaves import flatten, is_sparse
 from jdistgrad.collectives.operations import divided
 from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.agreement import Rules
 from jdistgrad.data_parallel.buckets import Bucket, join_flat
-from jdistgrad.data_parallel.rules import Rules
 from jdistgrad.errors import CollectiveError, HookError, LeafError
 from jdistgrad.rpc.functions import Args
 

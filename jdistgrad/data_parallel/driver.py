@@ -13,19 +13,19 @@ import numpy as np
 from jdistgrad._compat import trace_context
 from jdistgrad.collectives import host_arrays
 from jdistgrad.collectives.default import able_to_go_on
+from jdistgrad.collectives.descriptions import describe, flatten, index_dimensions, is_sparse
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.in_turn import InTurn
-from jdistgrad.collectives.leaves import describe, flatten, index_dimensions, is_sparse
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.roll_call import Act, Joining
+from jdistgrad.data_parallel.agreement import BucketPlan, Handling, PlannedStep, Rules, Settings, Terms, bit_digests
 from jdistgrad.data_parallel.averages import require_rows
 from jdistgrad.data_parallel.hooks import Hook, require_states
+from jdistgrad.data_parallel.on_device import OnDevice
 from jdistgrad.data_parallel.overlapped import Overlapped, Reduction
-from jdistgrad.data_parallel.program import Programs, Trace, readiness
 from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
-from jdistgrad.data_parallel.rules import BucketPlan, Handling, PlannedStep, Rules, Settings, Terms, bit_digests
+from jdistgrad.data_parallel.segments import StepPrograms, Trace, readiness
 from jdistgrad.data_parallel.statistics import Statistics, after_step
-from jdistgrad.data_parallel.whole import Whole
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.handles import is_handle
@@ -60,9 +60,9 @@ class Join:
 class Driver:
     """The steps of a rank. Every rank must make a driver, and call its methods in the same order.
 
-    A step is traced, planned with the other ranks, and run by an executor: ``Overlapped``, or ``Whole`` where gradients
-    stay on the rank's device. In host memory, as without devices, is done what no program over devices can do: steps in
-    a ``join`` block, in which a rank may have no inputs, and averages of sparse arrays.
+    A step is traced, planned with the other ranks, and run by an executor: ``Overlapped``, or ``OnDevice`` where
+    gradients stay on the rank's device. ``Overlapped`` also runs what no program over devices can do: steps in a
+    ``join`` block, in which a rank may have no inputs, and averages of sparse arrays.
     """
 
     def __init__(self, collectives: HostCollectives, rules: Rules):
@@ -71,7 +71,7 @@ class Driver:
         twin = adjusted.twin() if on_device else able_to_go_on(adjusted)  # a channel of its own
         self._rules, self.reducer, self._thread = rules, Reducer(twin, rules), InTurn()
         self._overlapped = Overlapped(self.reducer, self._thread)
-        self._executor = Whole(self.reducer, self._thread, rules) if on_device else self._overlapped
+        self._executor = OnDevice(self.reducer, self._thread, rules) if on_device else self._overlapped
         self._plans: dict[Any, BucketPlan] = {}
         self._noted: dict[Any, list[bool]] = {}  # by structure, the parameters used by steps since the last average
         self.statistics = Statistics(hook=rules.hook.name if rules.hook else "none", bucket_cap_mb=rules.bucket_cap_mb)
@@ -118,7 +118,7 @@ class Driver:
 
     # Steps.
 
-    def step(self, programs: Programs, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
+    def step(self, programs: StepPrograms, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
         executor = self._overlapped if self.joining else self._executor
         with self._telling_failures():
             step = executor.planned(programs, (args, kwargs), self._agree_on_model, overlap=overlap)
@@ -136,7 +136,7 @@ class Driver:
             raise
 
     def _run(
-        self, executor: Overlapped | Whole, step: PlannedStep, inputs: Any, act: Act, **unusual: Any
+        self, executor: Overlapped | OnDevice, step: PlannedStep, inputs: Any, act: Act, **unusual: Any
     ) -> tuple[Any, Any, Handling]:
         """Return a step's results, the averages, and how they were handled.
 
@@ -157,7 +157,7 @@ class Driver:
             self._note(step, handling, shared)
             return results, jax.tree.unflatten(step.structure, averages), handling
 
-    def local_step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    def local_step(self, programs: StepPrograms, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         """Take a step without averaging; return the value, and this rank's own gradients."""
         results: tuple[Any, Any] = programs.local(*args, **kwargs)
         if self._rules.find_unused_parameters:  # and the step has not failed

@@ -9,14 +9,14 @@ from typing import Any
 
 import jax
 
+from jdistgrad.collectives.descriptions import Leaf, index_dimensions
 from jdistgrad.collectives.in_turn import InTurn
-from jdistgrad.collectives.leaves import Leaf, index_dimensions
 from jdistgrad.collectives.roll_call import Act
+from jdistgrad.data_parallel.agreement import BucketPlan, Handling, PlannedStep
 from jdistgrad.data_parallel.averages import require_rows
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.program import Programs, Segmented, Trace
 from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
-from jdistgrad.data_parallel.rules import BucketPlan, Handling, PlannedStep
+from jdistgrad.data_parallel.segments import Segmented, StepPrograms, Trace
 from jdistgrad.errors import CollectiveError, LeafError
 from jdistgrad.rpc.handles import without_handles
 from jdistgrad.wire import pinned
@@ -31,7 +31,7 @@ class Overlapped:
         self._reducer, self._thread = reducer, thread
 
     def planned(
-        self, programs: Programs, inputs: Any, agree: Callable[[Trace], BucketPlan], *, overlap: bool
+        self, programs: StepPrograms, inputs: Any, agree: Callable[[Trace], BucketPlan], *, overlap: bool
     ) -> PlannedStep:
         """Return the step of a loss. ``agree``: makes the plan of its trace with the other ranks."""
 

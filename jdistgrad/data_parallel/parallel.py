@@ -17,9 +17,7 @@ from jdistgrad.autograd.values.holes import is_float_array
 from jdistgrad.collectives import Collectives
 from jdistgrad.collectives.base import require_collectives
 from jdistgrad.collectives.default import of_this_world
-from jdistgrad.collectives.host import HostCollectives
-from jdistgrad.collectives.host_arrays import any_traced, on_numbers, refuse_keys
-from jdistgrad.collectives.leaves import (
+from jdistgrad.collectives.descriptions import (
     enclosed,
     has_functions,
     is_elsewhere,
@@ -29,15 +27,17 @@ from jdistgrad.collectives.leaves import (
     refuse_sparse,
     removed,
 )
+from jdistgrad.collectives.host import HostCollectives
+from jdistgrad.collectives.host_arrays import any_traced, on_numbers, refuse_keys
 from jdistgrad.collectives.roll_call import Joining
 from jdistgrad.corrections import Corrected
+from jdistgrad.data_parallel.agreement import Rules
 from jdistgrad.data_parallel.buckets import Cap
 from jdistgrad.data_parallel.compiled import CompiledAverage, localized
 from jdistgrad.data_parallel.driver import Driver, Join
 from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.overlapped import Reduction
-from jdistgrad.data_parallel.program import Programs
-from jdistgrad.data_parallel.rules import Rules
+from jdistgrad.data_parallel.segments import StepPrograms
 from jdistgrad.data_parallel.statistics import Statistics
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc import trees
@@ -203,7 +203,7 @@ class DataParallel(Corrected):
         into segments, and buckets travel while later segments run. Every rank must call the returned function equally
         often. Functions among the leaves of arguments are passed on; in the gradients they are None.
         """
-        plain, enclosing = (Programs(one, argnums, has_aux=has_aux) for one in (loss_fn, on_opened(loss_fn)))
+        plain, enclosing = (StepPrograms(one, argnums, has_aux=has_aux) for one in (loss_fn, on_opened(loss_fn)))
 
         @functools.wraps(loss_fn)
         def step(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -215,7 +215,7 @@ class DataParallel(Corrected):
 
         return step
 
-    def _step(self, programs: Programs, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
+    def _step(self, programs: StepPrograms, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         driver = self._driver_of((args, kwargs))
         if driver is None:
             value, gradients = programs.differentiated(*localized(self.collectives, args, programs.argnums), **kwargs)

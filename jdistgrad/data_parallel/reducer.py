@@ -14,12 +14,11 @@ import jax
 import numpy as np
 
 from jdistgrad.collectives import roll_call
+from jdistgrad.collectives.descriptions import is_sparse
 from jdistgrad.collectives.host import HostCollectives
-from jdistgrad.collectives.leaves import is_sparse
 from jdistgrad.collectives.roll_call import Act, Joining, Roll, RollCall
 from jdistgrad.data_parallel import averages
-from jdistgrad.data_parallel.buckets import Bucket
-from jdistgrad.data_parallel.rules import (
+from jdistgrad.data_parallel.agreement import (
     BucketPlan,
     Handling,
     Rules,
@@ -28,7 +27,8 @@ from jdistgrad.data_parallel.rules import (
     require_same_bits,
     require_same_parameters,
 )
-from jdistgrad.data_parallel.statistics import Span
+from jdistgrad.data_parallel.buckets import Bucket
+from jdistgrad.data_parallel.statistics import BucketTimes
 from jdistgrad.errors import CollectiveError, DisagreementError, MissingRanksError, NonFiniteError, WorkerLostError
 from jdistgrad.rpc.meetings import Meeting
 
@@ -245,7 +245,7 @@ class Reducer:
         met = time.perf_counter()
         with self.telling(handling.step, number):
             averaged = self._averaged(bucket, own, handling, call.divisor, overwrite=overwrite)
-        handling.spans.append(Span(number, ready, met, time.perf_counter()))
+        handling.spans.append(BucketTimes(number, ready, met, time.perf_counter()))
         return averaged
 
     def _averaged(

@@ -34,12 +34,12 @@ class Statistics:
     communication: float = 0.0
     overlap: float = 0.0
     waiting: float = 0.0
-    spans: "tuple[Span, ...]" = ()
+    spans: "tuple[BucketTimes, ...]" = ()
     bucket_cap_mb: Cap = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class BucketTimes:
     """A bucket's times by ``time.perf_counter``: its gradients ready, all ranks there, reduced."""
 
     bucket: int

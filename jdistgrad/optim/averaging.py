@@ -15,11 +15,11 @@ from jdistgrad.collectives.base import require_collectives
 from jdistgrad.collectives.default import shared
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.host_arrays import any_traced
+from jdistgrad.data_parallel.agreement import Rules
 from jdistgrad.data_parallel.buckets import Cap
 from jdistgrad.data_parallel.compiled import CompiledAverage
 from jdistgrad.data_parallel.driver import Driver, shared_driver
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.rules import Rules
 
 
 class AverageGradientsState(NamedTuple):

@@ -231,7 +231,7 @@ class DistributedOptimizer(Corrected):
                 inspected = jnp.stack(self._use(owner.Inspect, marks, []))
                 others = [jnp.asarray(self._factor(inspected[:, 0], jnp)), inspected[:, 1]]
             owners = self._owners if self._refuse_nan else ()
-            function = functools.partial(owner.Step, owners=owners, extra=tuple(extra))
+            function = functools.partial(owner.OwnersStep, owners=owners, extra=tuple(extra))
             self._use(function, marks, [*extra.values(), *others])
 
     def _use(self, function: Callable[..., Any], marks: dict[int, Any], others: Sequence[Any]) -> list[Any]:

@@ -46,7 +46,7 @@ class Value(NamedTuple):
         return cls(leaves, jax.tree.structure(floats), layout)
 
 
-class Form:
+class ValueForm:
     """What the values of one reference have in common from step to step, so that each is taken apart quickly.
 
     Holds no array that has a gradient: others may replace a value, or change its contents, and the old one goes.
@@ -83,7 +83,7 @@ class OwnedParameters:
         self._rrefs, self._owned = list(rrefs), current_worker().references.owned
         self._lock = current_worker().kept.setdefault("optimizers", threading.Lock())
         self.transformation = transformation
-        self._forms = [Form() for _ in rrefs]
+        self._forms = [ValueForm() for _ in rrefs]
         values = [Value.of(rref.local_value()) for rref in rrefs]
         self._own = [own_parts(rref.local_value()) for rref in rrefs]
         try:
@@ -234,7 +234,7 @@ class Inspect(ServedFunction):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(ServedFunction):
+class OwnersStep(ServedFunction):
     """A step with gradients that are given. It is refused if an owner has found some that are not finite.
 
     ``owners``: those whose findings come with the gradients. ``extra``: the names of what the transformation takes

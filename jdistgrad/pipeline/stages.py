@@ -13,8 +13,8 @@ import numpy as np
 from jdistgrad.autograd.callee.orders import explained
 from jdistgrad.autograd.callee.pullbacks import Outputs
 from jdistgrad.autograd.values.holes import can_be_traced, is_differentiable, strong
-from jdistgrad.collectives.leaves import Enclosed, opened
-from jdistgrad.data_parallel.program import Segmented
+from jdistgrad.collectives.descriptions import Enclosed, opened
+from jdistgrad.data_parallel.segments import Segmented
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.fingerprints import fingerprint

@@ -16,8 +16,8 @@ from jax.experimental.sparse import BCOO
 import jdistgrad as jd
 from jdistgrad.collectives.roll_call import Act
 from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.agreement import PlannedStep
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.rules import PlannedStep
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 from jdistgrad.wire.polling import poll
 

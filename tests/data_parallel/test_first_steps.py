@@ -9,7 +9,7 @@ from helpers.models import batch, loss, parameters, serial
 from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
-from jdistgrad.data_parallel.rules import bit_digests
+from jdistgrad.data_parallel.agreement import bit_digests
 
 
 @on_every_worker

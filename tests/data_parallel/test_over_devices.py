@@ -13,8 +13,8 @@ from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.collectives import Devices, Mesh, of_this_world
+from jdistgrad.data_parallel.on_device import OnDevice
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.whole import Whole
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
 
 pytestmark = pytest.mark.over_devices
@@ -210,7 +210,7 @@ def test_groups_of_one_size_are_told_apart(big_world, rank, size):
 @on_every_worker
 def test_a_loss_with_collectives_is_one_program(big_world, monkeypatch, rank, size):
     dp = DataParallel()
-    monkeypatch.setattr(Whole, "_in_two", lambda *_: pytest.fail("in two programs"))
+    monkeypatch.setattr(OnDevice, "_in_two", lambda *_: pytest.fail("in two programs"))
     step = dp.value_and_grad(lambda p, x: (p * (x - dp.collectives.allreduce(x, "mean"))).sum())
     np.testing.assert_allclose(step(jnp.ones(2), jnp.full(2, float(rank)))[1], np.zeros(2), atol=1e-6)
 

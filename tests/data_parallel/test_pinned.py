@@ -9,7 +9,7 @@ from helpers.models import batch, loss, parameters, serial
 from helpers.worlds import last, on_every_worker, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.collectives.leaves import describe
+from jdistgrad.collectives.descriptions import describe
 from jdistgrad.data_parallel import averages
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.rpc.codec import PickleCodec

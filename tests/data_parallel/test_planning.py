@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from jdistgrad.collectives.leaves import Leaf, describe
+from jdistgrad.collectives.descriptions import Leaf, describe
 from jdistgrad.data_parallel import program as trace
+from jdistgrad.data_parallel.agreement import Rules, Terms
 from jdistgrad.data_parallel.buckets import MIB, lay_out, limits_of, plan_buckets
-from jdistgrad.data_parallel.rules import Rules, Terms
 
 
 def leaf(size, dtype="float32"):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.collectives.leaves import enclosed, static_parts
+from jdistgrad.collectives.descriptions import enclosed, static_parts
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=["part"])

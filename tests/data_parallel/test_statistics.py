@@ -13,9 +13,9 @@ from helpers.models import SMALL, batch, loss, parameters, serial
 from helpers.worlds import on_all, on_every_worker
 
 from jdistgrad.data_parallel import hooks
+from jdistgrad.data_parallel.agreement import Handling, Rules
 from jdistgrad.data_parallel.parallel import DataParallel
-from jdistgrad.data_parallel.rules import Handling, Rules
-from jdistgrad.data_parallel.statistics import Span, Statistics, after_step
+from jdistgrad.data_parallel.statistics import BucketTimes, Statistics, after_step
 
 PATIENCE = 20  # seconds until a test fails; nothing waits that long otherwise
 
@@ -99,7 +99,7 @@ def test_averages_without_a_leaf_take_no_time(world, rank, size):
 
 
 def test_times_of_a_step_by_its_clock():
-    spans = [Span(0, 11.0, 11.5, 13.0), Span(1, 14.0, 14.5, 16.0), Span(2, 15.0, 16.0, 17.0)]
+    spans = [BucketTimes(0, 11.0, 11.5, 13.0), BucketTimes(1, 14.0, 14.5, 16.0), BucketTimes(2, 15.0, 16.0, 17.0)]
     step = Handling(1, None, {}, started=10.0, spans=spans)
     told = after_step(Statistics(), Rules().plan(Rules().terms([]), None), step, [], 0, 1)
     assert (told.compute, told.communication, told.overlap, told.waiting) == (5.0, 4.0, 2.0, 2.0)

@@ -58,7 +58,7 @@ def _is_awaited(array: Any) -> bool:
         return False
 
 
-class UnderWay:
+class Launches:
     """The programs of this process that are under way, in the order of their dispatch. They end in this order too."""
 
     def __init__(self) -> None:
@@ -137,4 +137,4 @@ def end_job(launch: Launch, cause: str) -> None:
     worker.end_job(f"{worker.info}: {cause}")
 
 
-under_way = UnderWay()
+launches = Launches()

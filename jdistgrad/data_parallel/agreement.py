@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.collectives.leaves import Leaf, describe, flatten, require_inexact, static_parts
+from jdistgrad.collectives.descriptions import Leaf, describe, flatten, require_inexact, static_parts
 from jdistgrad.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.buckets import Bucket, Cap, lay_out, limits_of, plan_buckets
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.statistics import Span
+from jdistgrad.data_parallel.statistics import BucketTimes
 from jdistgrad.errors import DisagreementError, HookError, LeafError
 
 SHOWN = 160  # characters of a static part, in an error
@@ -251,7 +251,7 @@ class Handling:
     act: Act = Act.REDUCE
     joining: Joining = Joining.NONE
     started: float = dataclasses.field(default_factory=time.perf_counter)
-    spans: list[Span] = dataclasses.field(default_factory=list)
+    spans: list[BucketTimes] = dataclasses.field(default_factory=list)
     _before: dict[int, Any] | None = dataclasses.field(default=None, init=False)
 
     def remember(self) -> None:

@@ -23,16 +23,16 @@ import numpy as np
 from jdistgrad import events, jaxprs
 from jdistgrad._compat import trace_context
 from jdistgrad.collectives.base import Collectives
+from jdistgrad.collectives.descriptions import removed
 from jdistgrad.collectives.in_turn import InTurn
-from jdistgrad.collectives.leaves import removed
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.spanning import Program, at_home, in_one_order, where_it_was
+from jdistgrad.data_parallel.agreement import BucketPlan, Handling, PlannedStep, Rules
 from jdistgrad.data_parallel.buckets import Bucket
 from jdistgrad.data_parallel.compiled import average_buckets
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.data_parallel.program import Programs, Trace
 from jdistgrad.data_parallel.reducer import Reducer
-from jdistgrad.data_parallel.rules import BucketPlan, Handling, PlannedStep, Rules
+from jdistgrad.data_parallel.segments import StepPrograms, Trace
 from jdistgrad.errors import CollectiveError
 
 log = logging.getLogger("jdistgrad.data_parallel")
@@ -47,7 +47,7 @@ DIFFERENT_LOSSES = (
 )
 
 
-class WholeStep(NamedTuple):
+class DeviceStep(NamedTuple):
     """A program whose first results are gradients, which it averages.
 
     Attributes:
@@ -65,7 +65,7 @@ class WholeStep(NamedTuple):
     alone: Callable[..., Any] | None = None
 
 
-class Whole:
+class OnDevice:
     """The executor of steps whose gradients stay on the rank's device."""
 
     def __init__(self, reducer: Reducer, thread: InTurn, rules: Rules):
@@ -75,7 +75,7 @@ class Whole:
         self._warned = False
 
     def planned(
-        self, programs: Programs, inputs: Any, agree: Callable[[Trace], BucketPlan], *, overlap: bool
+        self, programs: StepPrograms, inputs: Any, agree: Callable[[Trace], BucketPlan], *, overlap: bool
     ) -> PlannedStep:
         """Return the step of a loss, which XLA overlaps as it likes. ``agree``: see ``Overlapped``."""
         divided = any(map(_on_several, jax.tree.leaves(inputs)))
@@ -83,7 +83,7 @@ class Whole:
         return programs.find(inputs, ("devices", divided), make, None if divided else self._devices.span)
 
     def _step_of(
-        self, programs: Programs, inputs: Any, agree: Callable[[Trace], BucketPlan], found: Trace, *, divided: bool
+        self, programs: StepPrograms, inputs: Any, agree: Callable[[Trace], BucketPlan], found: Trace, *, divided: bool
     ) -> PlannedStep:
         if divided and jaxprs.ordered_effects(found.closed):
             raise CollectiveError(
@@ -94,7 +94,7 @@ class Whole:
         program, digest = None, APART
         if not (divided or jaxprs.calls_back(found.closed.jaxpr.eqns) or any(map(_on_several, found.closed.consts))):
             program, digest = self._program(plan, found.closed, inputs, self._rules.hook)
-        whole = WholeStep(program, digest, found.results, programs.local)
+        whole = DeviceStep(program, digest, found.results, programs.local)
         return PlannedStep(plan, found.gradients, whole, found.used)
 
     def given(self, plan: BucketPlan, leaves: Sequence[Any], structure: Any, hook: Hook | None) -> PlannedStep:
@@ -103,7 +103,7 @@ class Whole:
         if key not in self._of_given:
             own = [at_home(leaf, self._devices.device) for leaf in leaves]
             closed = jax.make_jaxpr(lambda *xs: list(xs))(*own)
-            self._of_given[key] = PlannedStep(plan, structure, WholeStep(*self._program(plan, closed, own, hook)))
+            self._of_given[key] = PlannedStep(plan, structure, DeviceStep(*self._program(plan, closed, own, hook)))
         return self._of_given[key]
 
     def run(

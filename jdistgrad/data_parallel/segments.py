@@ -13,7 +13,7 @@ from jax.extend import core
 
 from jdistgrad import jaxprs
 from jdistgrad._compat import lowered, trace_context
-from jdistgrad.collectives.leaves import describe, flatten, removed, require_inexact, static_parts
+from jdistgrad.collectives.descriptions import describe, flatten, removed, require_inexact, static_parts
 from jdistgrad.collectives.spanning import Span
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc.current import once_for_all
@@ -131,7 +131,7 @@ def readiness(closed: Any, count: int) -> list[int]:
     return sorted(range(count), key=key)
 
 
-class Programs:
+class StepPrograms:
     """The compiled steps of one loss, by their kind and the shapes of the loss's arguments."""
 
     def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], *, has_aux: bool):
