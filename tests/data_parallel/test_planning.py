@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from jdistgrad.collectives.descriptions import Leaf, describe
-from jdistgrad.data_parallel import program as trace
+from jdistgrad.data_parallel import segments as trace
 from jdistgrad.data_parallel.agreement import Rules, Terms
 from jdistgrad.data_parallel.buckets import MIB, lay_out, limits_of, plan_buckets
 

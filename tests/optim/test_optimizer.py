@@ -14,7 +14,7 @@ from helpers.training import distributed_loss, trained_serially, values
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.optim.owner import Form, OwnedParameters, Value
+from jdistgrad.optim.owner import OwnedParameters, Value, ValueForm
 
 
 def make_mixed(seed):
@@ -210,7 +210,7 @@ def changing_values():
 @pytest.mark.one_process
 def test_values_are_taken_apart_alike_whatever_came_before():
     with jd.local_workers(1):
-        form = Form()
+        form = ValueForm()
         for value in changing_values():
             for _ in range(2):
                 found, expected = form.take_apart(value), Value.of(value)
