@@ -115,8 +115,12 @@ def rpc_all(
       >>> jd.rpc_all(["worker1", "worker2"], jnp.add, args=(1, 2)).result()
       [Array(3, dtype=int32, weak_type=True), Array(3, dtype=int32, weak_type=True)]
     """
-    chosen = current_mailbox().directory.workers if workers is None else workers
-    return CallFutures(rref.rpc_all(chosen, fn, checked(fn, args, others), dict(kwargs or {}), timeout))
+    return CallFutures(rref.rpc_all(workers_of(workers), fn, checked(fn, args, others), dict(kwargs or {}), timeout))
+
+
+def workers_of(workers: Workers) -> Iterable[AnyWorker]:
+    """Return the workers that a call names; all workers of the world for None."""
+    return current_mailbox().directory.workers if workers is None else workers
 
 
 @overload

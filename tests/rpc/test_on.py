@@ -1,0 +1,82 @@
+"""``on``: functions as they run on other workers, called and given to JAX."""
+
+import functools
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers.worlds import on_worker0
+
+import jdistgrad as jd
+
+pytestmark = pytest.mark.world(1, 3)
+
+COMPILED = []
+
+
+def affine(x, *, scale=1.0, shift=0.0):
+    return jnp.sin(x) * scale + shift
+
+
+def rank_times(x):
+    return jd.rank() * x
+
+
+@on_worker0
+def test_a_call_a_future_and_a_reference(world):
+    last, x = jd.world_size() - 1, jnp.arange(3.0)
+    there = jd.on(last, affine)
+    np.testing.assert_allclose(there(x, scale=2.0), 2 * jnp.sin(x))
+    np.testing.assert_allclose(there.start(x, shift=1.0).result(), jnp.sin(x) + 1)
+    kept = jd.on(f"worker{last}", affine).keep(x)
+    assert kept.owner.rank == last
+    np.testing.assert_allclose(jd.on(jd.worker_info(last), jnp.add)(kept, 1), jnp.sin(x) + 1)  # a reference's value
+
+
+@on_worker0
+def test_several_workers_give_a_list(world):
+    size = jd.world_size()
+    ranks = list(range(size))[::-1]
+    assert jd.on(ranks, rank_times)(2) == [2 * rank for rank in ranks]
+    assert jd.on(None, rank_times).start(3).result() == [3 * rank for rank in range(size)]
+    assert [one.to_here() for one in jd.on(tuple(ranks), rank_times).keep(4)] == [4 * rank for rank in ranks]
+
+
+@on_worker0
+def test_jax_takes_it_for_a_function(world):
+    there, x = jd.on(jd.world_size() - 1, affine), jnp.arange(1.0, 4.0)
+    np.testing.assert_allclose(jax.jit(there)(x), jnp.sin(x), rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(functools.partial(there, scale=3.0))(x), 3 * jnp.sin(x), rtol=1e-6)
+    _, ys = jax.lax.scan(lambda carry, one: (there(carry), there(one)), x[0], x)
+    np.testing.assert_allclose(ys, jnp.sin(x), rtol=1e-6)
+    with jd.context():
+        everybody = jd.on(list(range(jd.world_size())), affine)
+        gradient = jax.grad(lambda x: jnp.sum(there(x)) + sum(jnp.sum(y) for y in everybody(x)))(x)
+    np.testing.assert_allclose(gradient, (1 + jd.world_size()) * jnp.cos(x), rtol=1e-6)
+
+
+@on_worker0
+def test_equal_ones_are_compiled_once(world):
+    def traced(function, x):
+        COMPILED.append(function)
+        return function(x)
+
+    compiled, before = jax.jit(traced, static_argnums=0), len(COMPILED)
+    for _ in range(3):
+        compiled(jd.on(0, affine), jnp.ones(2))
+    assert len(COMPILED) == before + 1
+    assert jd.on(0, affine) != jd.on(0, jnp.sin)
+
+
+@on_worker0
+def test_it_can_be_sent(world):
+    there = jd.on(0, rank_times)
+    assert pickle.loads(pickle.dumps(there)) == there
+    assert jd.on(jd.world_size() - 1, lambda function: function(5))(there) == 0
+
+
+def test_what_is_no_function_is_refused():
+    with pytest.raises(TypeError):
+        jd.on(1, jnp.ones(3))
