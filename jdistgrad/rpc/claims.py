@@ -13,10 +13,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
-
-from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import EncodingError, StaleReferenceError
+from jdistgrad.leaves import LeafSpec
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.weights import Gift, Weight
 from jdistgrad.wire.message import Parcel
@@ -63,8 +61,7 @@ class StandIn:
         return self
 
     def value(self) -> Any:
-        zeros = [(one, np.zeros(one.shape, one.dtype)) for one in self.shapes]
-        return self.layout.fill([weakly_typed(zero) if one.weak_type else zero for one, zero in zeros])
+        return self.layout.fill([LeafSpec.of(one).zeros() for one in self.shapes])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from jdistgrad.errors import DistgradError, EncodingError, FunctionError
+from jdistgrad.leaves import may_be_written
 from jdistgrad.rpc import by_value, prepared, trees
 from jdistgrad.rpc.claims import Shipment, decoding, encoding
 from jdistgrad.rpc.failures import spelled
@@ -150,5 +151,5 @@ def hides_traced(value: Any) -> bool:
 
 def _steady(buffer: memoryview) -> memoryview:
     """Return bytes that cannot change while they wait to be sent. Small buffers are copied into the frame anyway."""
-    changes = buffer.nbytes >= arrays.ALIAS_FROM and (not buffer.readonly or arrays.may_be_written(buffer))
+    changes = buffer.nbytes >= arrays.ALIAS_FROM and (not buffer.readonly or may_be_written(buffer))
     return memoryview(bytearray(buffer)) if changes else buffer

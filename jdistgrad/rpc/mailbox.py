@@ -13,11 +13,12 @@ import jax
 import numpy as np
 
 from jdistgrad.ffi import sites
+from jdistgrad.leaves import may_be_written
 from jdistgrad.rpc import current, trees
 from jdistgrad.rpc.directory import Directory
 from jdistgrad.rpc.functions import describe
 from jdistgrad.threads import ThreadPool
-from jdistgrad.wire.arrays import identity, may_be_written
+from jdistgrad.wire.arrays import identity
 from jdistgrad.wire.message import CALLS, ENCODED, WORK, Kind, Message, Parcel, ids_of
 from jdistgrad.wire.transport import Task, Transport
 

@@ -11,11 +11,12 @@ import jax
 import numpy as np
 
 from jdistgrad._compat import ARRAY
+from jdistgrad.leaves import EXTENSIONS_FROM
 from jdistgrad.rpc import by_value
 from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.functions import JITTED, qualified_name, registered_name
 from jdistgrad.wire import pinned
-from jdistgrad.wire.arrays import EXTENSIONS_FROM, ArrayBlock
+from jdistgrad.wire.arrays import ArrayBlock
 
 NUMBERS = "biufc"  # kinds of NumPy's dtypes whose memory Python can see
 BY_NAME = {

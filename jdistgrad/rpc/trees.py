@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jdistgrad._compat import ARRAY
-from jdistgrad.wire.arrays import may_be_written
+from jdistgrad.leaves import may_be_written
 
 T = TypeVar("T")
 

@@ -8,7 +8,6 @@ take longer.
 """
 
 import contextlib
-import functools
 import math
 import pickle
 import threading
@@ -21,11 +20,20 @@ import numpy as np
 
 from jdistgrad._compat import array_of
 from jdistgrad.errors import EncodingError
+from jdistgrad.leaves import (
+    EXTENSIONS_FROM as EXTENSIONS_FROM,
+    LeafSpec,
+    as_jax_array as as_jax_array,
+    canonical,
+    check_kept as check_kept,
+    dtype_name,
+    is_key,
+    named_dtype as named_dtype,
+    plain,
+)
 
 # Below this size, copying costs less than a second message; from it on, arrays alias the buffer they arrived in.
 ALIAS_FROM = 1 << 16
-
-EXTENSIONS_FROM = 256  # NumPy's own dtypes have lower numbers; characters of other dtypes may mean another type
 
 ALIGNMENT = 16  # of arrays among other bytes
 PADDINGS = [bytes(-length % ALIGNMENT) for length in range(ALIGNMENT)]
@@ -37,16 +45,6 @@ TRACED = (
 )
 
 PickleReduction = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-@functools.cache
-def dtype_name(dtype: np.dtype) -> str:
-    """Return the text by which ``named_dtype`` finds a dtype without fields."""
-    return dtype.name if dtype.num >= EXTENSIONS_FROM else dtype.str
-
-
-canonical: Callable[[Any], Any] = jax.dtypes.canonicalize_dtype
-named_dtype: Callable[[str], np.dtype] = functools.cache(jnp.dtype)
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
@@ -76,8 +74,8 @@ def reduce_jax(array: jax.Array) -> PickleReduction:
             f"an array spread over several processes ({array.sharding}) cannot be sent to another worker. "
             "Send the part this process holds: array.addressable_data(0)."
         )
-    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-        return rebuild_key, (jax.random.key_data(array), str(jax.random.key_impl(array)))
+    if is_key(array):
+        return LeafSpec.restored, (LeafSpec.of(array), plain(array))
     if array.weak_type and array.ndim == 0:
         return rebuild_number, (array.item(), dtype_name(array.dtype))
     host = np.asarray(array)
@@ -89,11 +87,6 @@ def rebuild_number(value: complex, dtype: str) -> jax.Array:
     sent = named_dtype(dtype)
     check_kept(sent, canonical(sent))
     return jnp.asarray(value)
-
-
-def rebuild_key(data: jax.Array, impl: str) -> jax.Array:
-    key: jax.Array = jax.random.wrap_key_data(data, impl=impl)
-    return key
 
 
 _rebuilding = threading.local()
@@ -119,49 +112,6 @@ def rebuild_jax(data: Any, dtype: str, shape: tuple[int, ...]) -> Any:
     if host.itemsize >= 8:
         check_kept(host.dtype, canonical(host.dtype))
     return array_of(host)
-
-
-def as_jax_array(array: Any) -> jax.Array:
-    """Return a JAX array that shares no writable memory with the given array.
-
-    An array that came over the wire is not copied: it is read-only, and its memory is not NumPy's. NumPy makes the
-    copy: JAX would make it later, if the device is busy.
-    """
-    if isinstance(array, jax.Array):
-        return array
-    if not isinstance(array, np.ndarray) or array.dtype.names or array.dtype.str != canonical(array.dtype).str:
-        return jnp.array(array)
-    return array_of(array.copy() if _may_change(array) else array)
-
-
-def _may_change(array: Any) -> bool:
-    """Return whether somebody may write to an array's memory: others may see NumPy's own through another array.
-
-    Unlike ``may_be_written``, it looks at arrays only: what came over the wire is a view of a buffer for reuse.
-    """
-    while isinstance(array, np.ndarray):
-        if array.flags.writeable or array.flags.owndata:
-            return True
-        array = array.base
-    return False
-
-
-def may_be_written(memory: Any) -> bool:
-    """Return whether an array, or one that it is a view of, is NumPy's and writable. ``memory``: it, or its bytes."""
-    while memory is not None:
-        if isinstance(memory, np.ndarray) and memory.flags.writeable:
-            return True
-        memory = memory.obj if isinstance(memory, memoryview) else getattr(memory, "base", None)
-    return False
-
-
-def check_kept(sent: np.dtype, made: Any) -> None:
-    """Raise EncodingError if JAX here made an array of another dtype than the one that was sent."""
-    if made != sent:
-        raise EncodingError(
-            f"a {sent} array arrived on a worker whose JAX makes it {made}. "
-            'Set jax.config.update("jax_enable_x64", True) on every worker or on none.'
-        )
 
 
 identity = jax.jit(lambda array: jnp.asarray(array))  # which makes it JAX's where ``jax.disable_jit`` is set
