@@ -39,6 +39,7 @@ from jdistgrad.pipeline.pipeline import Pipeline as Pipeline
 from jdistgrad.rpc.api import remote as remote, rpc_all as rpc_all, rpc_async as rpc_async, rpc_sync as rpc_sync
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
 from jdistgrad.rpc.functions import register as register
+from jdistgrad.rpc.leaving import shutdown as shutdown
 from jdistgrad.rpc.local_workers import LocalWorkers as LocalWorkers, local_workers as local_workers, spawn as spawn
 from jdistgrad.rpc.mapping import map as map
 from jdistgrad.rpc.on import on as on
@@ -49,7 +50,6 @@ from jdistgrad.rpc.worlds import (
     local_rank as local_rank,
     on_lost as on_lost,
     rank as rank,
-    shutdown as shutdown,
     worker_info as worker_info,
     world_size as world_size,
 )

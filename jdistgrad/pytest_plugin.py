@@ -177,8 +177,8 @@ def world_size(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def world(world_size: int, world_guard: None) -> Iterator[World]:
     """Yield a world of workers, of each size in ``@pytest.mark.world``."""
+    from jdistgrad.rpc.leaving import shutdown
     from jdistgrad.rpc.worker import find_worker
-    from jdistgrad.rpc.worlds import shutdown
 
     before = find_worker()  # of a fixture of another scope
     yield World(world_size)

@@ -18,7 +18,7 @@ from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.futures import IS_ASYNC, CallFuture, Outcome
-from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox
+from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox, Part
 from jdistgrad.rpc.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.interrupts import put_off_interrupt, wait_for_first
@@ -30,7 +30,7 @@ Invocation = tuple[Callable[..., Any], Args, Kwargs]
 CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError
 
 
-class Caller:
+class Caller(Part):
     """The part of a worker that makes calls.
 
     Arguments:
@@ -173,7 +173,18 @@ class Caller:
         body = self._mailbox.open(message)
         return (None, body.to_raise()) if message.kind is Kind.FAILURE else (body, None)
 
-    def expire(self, now: float) -> None:
+    @property
+    def busy(self) -> bool:
+        return len(self.pending) > 0
+
+    def awaited(self) -> set[int]:
+        return self.pending.peers()
+
+    def on_lost(self, peer: WorkerInfo, why: str) -> None:
+        self.fail_all(lambda call: errors.WorkerLostError(f"{call}: {why}", worker=peer), peer.rank)
+
+    def tick(self, now: float) -> None:
+        """Fail the calls that have not been answered in time."""
         if now < self.pending.first_deadline:
             return
         with self._mailbox.work.under_way():  # from a call's end to its callbacks

@@ -11,9 +11,8 @@ import threading
 import time
 
 from jdistgrad import errors
-from jdistgrad.rpc.caller import Caller
-from jdistgrad.rpc.losses import Losses
-from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.mailbox import Mailbox, Part
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.references import Releasing
 from jdistgrad.rpc.termination import Patience, Report, Survey, describe
@@ -30,7 +29,7 @@ TOGETHER_SECONDS = 5.0
 log = logging.getLogger("jdistgrad.rpc")
 
 
-class Closing:
+class Closing(Part):
     """A worker's part in closing the world. It answers surveys from the start; ``run`` takes part in the shutdown.
 
     Attributes:
@@ -40,9 +39,8 @@ class Closing:
       gave_up: the error text of the latest ``run``, if it timed out.
     """
 
-    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, losses: Losses, releasing: Releasing):
-        self._mailbox, self._caller, self._peers = mailbox, caller, peers
-        self._losses, self._releasing = losses, releasing
+    def __init__(self, mailbox: Mailbox, peers: Peers, releasing: Releasing):
+        self._mailbox, self._peers, self._releasing = mailbox, peers, releasing
         self.wanted = self.only_serves = False
         self.told_to_close = threading.Event()
         self.gone: set[int] = set()
@@ -58,7 +56,6 @@ class Closing:
         return min(set(range(self._mailbox.size)) - self._peers.lost.keys(), default=self._mailbox.rank)
 
     def awaited(self) -> set[int]:
-        """Return the ranks of the workers whose silence would keep this worker from closing."""
         if not self.wanted or self.told_to_close.is_set():
             return set()
         return {self.conductor} if self._mailbox.rank != self.conductor else set(range(self._mailbox.size))
@@ -196,9 +193,9 @@ class Closing:
             for peer in set(range(self._mailbox.size)) - {self._mailbox.rank}:
                 self._peers.lose(peer, "the world was shut down without waiting for this worker any longer")
 
-    def lose(self, peer: int) -> None:
+    def on_lost(self, peer: WorkerInfo, why: str) -> None:
         if self._mailbox.survives:
-            self._survey.awaited.discard(peer)
+            self._survey.awaited.discard(peer.rank)
             if self._survey.complete:
                 self._round_complete.set()
 
@@ -207,8 +204,8 @@ class Closing:
             self._releasing.flush()
         except errors.WireError as error:  # who conducts the end waits for this report
             log.error("%s: what was dropped before the end was not told: %s", self._mailbox.info, error)
-        lost, now = tuple(sorted(self._peers.lost)), time.monotonic()
-        sent, received, serving = self._mailbox.work.counts(lost)
-        busy = bool(serving or len(self._caller.pending) or self._losses.busy)
-        running = tuple((str(one), one.peer, now - one.since) for one in list(self._mailbox.running.values()))
+        mailbox, lost, now = self._mailbox, tuple(sorted(self._peers.lost)), time.monotonic()
+        sent, received, serving = mailbox.work.counts(lost)
+        busy = bool(serving or any(part.busy for part in mailbox.parts))
+        running = tuple((str(one), one.peer, now - one.since) for one in list(mailbox.running.values()))
         return Report(self.wanted, busy, sent, received, running, lost)

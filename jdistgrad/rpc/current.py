@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 import jax
 
 from jdistgrad.errors import NotInitializedError
-from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.scopes import Scope
 from jdistgrad.wire.interrupts import put_off_interrupt
 
 if TYPE_CHECKING:
+    from jdistgrad.rpc.directory import WorkerInfo
+    from jdistgrad.rpc.scopes import Scope
     from jdistgrad.wire.local import Hub
 
 P = ParamSpec("P")
@@ -32,7 +32,7 @@ Resident = Any  # a worker: a ``Mailbox``, of a layer above
 
 _bound: contextvars.ContextVar[Resident] = contextvars.ContextVar("jdistgrad_worker", default=None)
 seat: "contextvars.ContextVar[tuple[Hub, int] | None]" = contextvars.ContextVar("jdistgrad_seat", default=None)
-_scope: contextvars.ContextVar[Scope | None] = contextvars.ContextVar("jdistgrad_scope", default=None)
+_scope: "contextvars.ContextVar[Scope | None]" = contextvars.ContextVar("jdistgrad_scope", default=None)
 _of_process: Resident = None
 _key_of_process: int | None = None
 _left_behind: str | None = None  # in a forked process: the error text that says so, with the remedy
@@ -67,7 +67,7 @@ _origin: contextvars.ContextVar[Origin] = contextvars.ContextVar("jdistgrad_orig
 current_scope = _scope.get
 origin = _origin.get  # of this code, for callbacks of programs compiled here
 
-Seat = tuple[WorkerInfo, tuple[WorkerInfo, ...]]  # a worker, and all workers of its world
+Seat = tuple["WorkerInfo", tuple["WorkerInfo", ...]]  # a worker, and all workers of its world
 
 _workers: "weakref.WeakValueDictionary[int, Resident]" = weakref.WeakValueDictionary()
 
@@ -80,7 +80,7 @@ class Slots:
         self._threads: list[int] = []
         self._lock = threading.Lock()
 
-    def take(self, scope: Scope) -> int:
+    def take(self, scope: "Scope") -> int:
         with self._lock:
             if scope not in self._scopes:
                 if None not in self._scopes:
@@ -97,7 +97,7 @@ class Slots:
             if not self._threads[slot]:
                 self._scopes[slot] = None
 
-    def at(self, slot: int) -> Scope | None:
+    def at(self, slot: int) -> "Scope | None":
         with self._lock:
             return self._scopes[slot] if slot < len(self._scopes) else None
 
@@ -133,10 +133,10 @@ class within:  # noqa: N801 used like a function; a generator would take twice a
 
     __slots__ = ("_compiling", "_outer", "_outer_origin", "_scope", "_slot", "_slots")
 
-    def __init__(self, scope: Scope | None):
+    def __init__(self, scope: "Scope | None"):
         self._scope = scope
         self._slots: Slots | None = None
-        self._outer: contextvars.Token[Scope | None] | None = None
+        self._outer: contextvars.Token[Any] | None = None
 
     def __enter__(self) -> None:
         if self._scope is None or self._scope is _scope.get():

@@ -15,7 +15,7 @@ import numpy as np
 from jdistgrad.ffi import sites
 from jdistgrad.leaves import may_be_written
 from jdistgrad.rpc import current, trees
-from jdistgrad.rpc.directory import Directory
+from jdistgrad.rpc.directory import Directory, WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.arrays import identity
@@ -25,6 +25,27 @@ from jdistgrad.wire.transport import Task, Transport
 log = logging.getLogger("jdistgrad.rpc")
 
 P = TypeVar("P")
+
+
+class Part:
+    """A part of a worker that others are waited for in, or that lost workers concern.
+
+    Attributes:
+      busy: whether the part has something under way for which the world must stay open.
+    """
+
+    busy: Any = False
+
+    def awaited(self) -> set[int]:
+        """Return the ranks of the workers whose silence would keep this part waiting."""
+        return set()
+
+    def tick(self, now: float) -> None:
+        """Do housekeeping, without waiting."""
+
+    def on_lost(self, peer: WorkerInfo, why: str) -> None:
+        """Do without a worker that is lost from now on. It may be called several times, by any thread."""
+
 
 CALL, CALLBACKS, ON_LOST = "{}", "the callbacks of {}", "{} (on_lost)"  # what runs of a function, for messages
 
@@ -159,9 +180,13 @@ class Mailbox:
         self.running: dict[int, Running] = {}
         self._parts: dict[type, Any] = {}
 
-    def add(self, part: P) -> P:
-        self._parts[type(part)] = part
+    def add(self, part: P, kind: type | None = None) -> P:
+        self._parts[kind or type(part)] = part
         return part
+
+    @property
+    def parts(self) -> list[Part]:
+        return [one for one in list(self._parts.values()) if isinstance(one, Part)]
 
     def part(self, kind: type[P]) -> P:
         found: P = self._parts[kind]

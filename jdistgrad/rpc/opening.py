@@ -15,7 +15,6 @@ from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.directory import Directory, Hello, Names, agree, name_of
 from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.wire import launcher_env, mpi_start
-from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.message import spell
 from jdistgrad.wire.transport import Job, Receiver, Transport
@@ -44,13 +43,6 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float) -> Worker:
     chips = jax.local_devices()
     device = chips[rank % len(chips)] if len(chips) > 1 else None
     return _open(hellos[0].world, rank, agree(hellos), LocalTransport(world, rank), timeout=timeout, device=device)
-
-
-def close(worker: Worker, *, graceful: bool) -> None:
-    """Close a worker. A world that is half closed could be neither used nor left."""
-    with put_off_interrupt():
-        worker.close(graceful=graceful)
-        current.unbind(worker)
 
 
 def open_process(name: Names, timeout: float, *, with_devices: bool, survive: bool) -> Worker:

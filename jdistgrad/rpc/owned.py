@@ -11,7 +11,7 @@ from typing import Any
 from jdistgrad.errors import StaleReferenceError
 from jdistgrad.rpc.weights import NOTHING, WHOLE, Weight
 from jdistgrad.wire.interrupts import InterruptibleFuture
-from jdistgrad.wire.message import spell, worker_of
+from jdistgrad.wire.message import spell
 
 REMEMBERED = 4096  # freed values, so that nobody waits for one of them
 
@@ -33,17 +33,12 @@ class OwnerTable:
     A fetch or a drop can overtake the message that creates the value (they come from other workers, or the creating
     message carries large arrays), so each of these may be the first to mention an id. An entry ends when it has been
     announced and all of its weight has returned.
-
-    Attributes:
-      held: nothing is freed while settlements of accounts may come, in any order. ``sweep`` then frees what they leave.
     """
 
     def __init__(self) -> None:
         self.entries: dict[int, Owned] = {}
         self._freed: collections.OrderedDict[int, None] = collections.OrderedDict()
         self._lock = threading.Lock()
-        self.held = False
-        self._orphans: dict[int, BaseException] = {}  # by lost creator: the error of values that will never be made
 
     def announce(self, identifier: int, returned: Weight = NOTHING) -> Owned:
         """Note that the value is being created, and that its creator holds the whole weight; return the entry.
@@ -57,17 +52,20 @@ class OwnerTable:
     def value(self, identifier: int) -> concurrent.futures.Future[Any]:
         """Return the value, or the promise of it, for a holder of a reference."""
         with self._lock:
-            error = self._orphans.get(worker_of(identifier))
-            if identifier in self._freed:
-                error = StaleReferenceError(
-                    f"the value of reference {spell(identifier)} is gone: nobody holds a reference to it any more. "
-                    "Keep the RRef while its value is being used."
-                )
-            if error is None or identifier in self.entries:
+            error = None if identifier in self.entries else self._why_gone(identifier)
+            if error is None:
                 return self.entries.setdefault(identifier, Owned()).value
         promise = InterruptibleFuture[Any]()
         promise.set_exception(error)
         return promise
+
+    def _why_gone(self, identifier: int) -> BaseException | None:
+        if identifier not in self._freed:
+            return None
+        return StaleReferenceError(
+            f"the value of reference {spell(identifier)} is gone: nobody holds a reference to it any more. "
+            "Keep the RRef while its value is being used."
+        )
 
     def share(self, identifier: int) -> bool:
         """Add a whole weight for a new reference; return False if the value is gone."""
@@ -98,32 +96,11 @@ class OwnerTable:
     def release_all(self, returned: Iterable[tuple[int, Weight]]) -> dict[int, Owned]:
         """Take back weights of references; return the entries that are now free, by id, for the caller to destroy.
 
-        A settlement's weight may be negative. An entry is also free if its value was given up.
         Values may have destructors that use this table, so they must not die under the lock.
         """
         with self._lock:
             entries = [(identifier, self._release(identifier, weight)) for identifier, weight in returned]
             return {identifier: entry for identifier, entry in entries if entry.freed}
-
-    # What a lost worker held.
-
-    def sweep(self) -> dict[int, Owned]:
-        """Return the entries that settlements have left free, for the caller to destroy."""
-        with self._lock:
-            free = {one: entry for one, entry in self.entries.items() if entry.announced and not entry.outstanding}
-            for identifier, entry in free.items():
-                self._drop_if_free(identifier, entry)
-            return free
-
-    def give_up(self, creator: int, error: BaseException) -> dict[int, Owned]:
-        """Return the values of a lost creator that are not being made yet, by id, for the caller to fail them.
-
-        Whoever asks for such a value later gets the error, even if a call of the lost worker still makes it.
-        """
-        with self._lock:
-            self._orphans[creator] = error
-            never = [one for one, entry in self.entries.items() if not entry.announced and worker_of(one) == creator]
-            return {identifier: self.entries.pop(identifier) for identifier in never}
 
     def clear(self) -> None:
         with self._lock:
@@ -131,8 +108,6 @@ class OwnerTable:
         entries.clear()
 
     def _release(self, identifier: int, weight: Weight, *, announced: bool = False) -> Owned:
-        if identifier not in self.entries and worker_of(identifier) in self._orphans:
-            return Owned(announced=True, freed=True)  # nobody has it: it was given up
         entry = self.entries.setdefault(identifier, Owned())
         entry.announced = entry.announced or announced
         entry.outstanding = entry.outstanding - weight
@@ -140,7 +115,7 @@ class OwnerTable:
         return entry
 
     def _drop_if_free(self, identifier: int, entry: Owned) -> None:
-        if entry.announced and not entry.outstanding and not self.held:
+        if entry.announced and not entry.outstanding:
             del self.entries[identifier]
             entry.freed = True
             self._freed[identifier] = None

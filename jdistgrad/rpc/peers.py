@@ -8,14 +8,16 @@ A process that itself stands still (Ctrl-Z, a suspended machine, a thread that k
 time does not count as silence of its peers.
 """
 
+import functools
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterable
 
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.mailbox import ON_LOST, Mailbox, Part
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 
@@ -56,22 +58,26 @@ class Liveness:
         return ask, lost
 
 
-class Peers:
+Callback = Callable[[WorkerInfo, str], object]
+
+
+class Peers(Part):
     """A worker's knowledge of its peers.
 
-    Arguments:
-      tell: called with each worker that is given up, each time, and the reason.
-
     Attributes:
-      lost: the ranks that have been given up, each with the name and the reason.
+      lost: the ranks that have been given up, each with the name and the reason; ``reasons``: the reason alone.
       silent: the ranks that were given up because they gave no sign of life, and may still be there.
       left: whether this worker has begun to tell the others that it leaves.
     """
 
-    def __init__(self, mailbox: Mailbox, tell: Callable[[WorkerInfo, str], None]):
-        self._mailbox, self._tell = mailbox, tell
+    def __init__(self, mailbox: Mailbox):
+        self._mailbox = mailbox
         self.liveness = Liveness(settings.heartbeat_seconds, settings.silence_seconds)
         self.lost: dict[int, str] = {}
+        self.reasons: dict[int, str] = {}
+        self._callbacks: list[Callback] = []
+        self._told: dict[int, int] = {}  # how many of them, of each lost worker
+        self._telling = threading.Lock()
         self.silent: set[int] = set()
         self.left = False
 
@@ -102,10 +108,34 @@ class Peers:
             self.silent.discard(peer)
 
     def lose(self, peer: int, reason: str) -> None:
-        """Give a peer up: present and later calls to it fail."""
+        """Give a peer up: every part does without it, and present and later calls to it fail."""
         info = self._mailbox.directory.workers[peer]
-        self.lost.setdefault(peer, f"{info} is lost: {reason}")
-        self._tell(info, reason)
+        self.reasons.setdefault(peer, reason)
+        why = self.lost.setdefault(peer, f"{info} is lost: {reason}")
+        for part in self._mailbox.parts:
+            part.on_lost(info, why)
+        self._call_back()
+
+    def call_on_lost(self, callback: Callback) -> None:
+        with self._telling:
+            self._callbacks.append(callback)
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Run callbacks for the lost workers that they have not been told of, on other threads."""
+        with self._telling:
+            lost = list(self.lost)
+            new = [(peer, one) for peer in lost for one in self._callbacks[self._told.get(peer, 0) :]]
+            self._told = dict.fromkeys(lost, len(self._callbacks))
+        for peer, callback in new:
+            self._mailbox.run_callbacks(ON_LOST, callback, peer, functools.partial(self._run, callback, peer))
+
+    def _run(self, callback: Callback, peer: int) -> None:
+        info = self._mailbox.directory.workers[peer]
+        try:
+            callback(info, self.reasons[peer])
+        except Exception:
+            log.exception("%s: a callback of on_lost failed for %s", self._mailbox.info, info)
 
     def leave(self, why: str) -> None:
         self.left, mailbox = True, self._mailbox

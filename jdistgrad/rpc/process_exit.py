@@ -11,18 +11,21 @@ import signal
 import sys
 import traceback
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from jdistgrad.config import settings
 from jdistgrad.rpc.failures import in_short
-from jdistgrad.rpc.worker import Worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.polling import poll
 from jdistgrad.wire.transport import Job
 
+if TYPE_CHECKING:
+    from jdistgrad.rpc.worker import Worker
+
 TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI tells them of the death
 KILLED_SECONDS = 5.0  # for MPI to learn that a rank was killed
 
-_latest: Worker | None = None
+_latest: "Worker | None" = None
 _job: Job | None = None
 _reported: BaseException | None = None
 
@@ -65,7 +68,7 @@ def report(error: BaseException) -> None:
     sys.stderr.flush()
 
 
-def joined(worker: Worker) -> None:
+def joined(worker: "Worker") -> None:
     global _latest
     _latest = worker
     launcher_env.leave_note(launcher_env.JOINED)
@@ -88,7 +91,7 @@ def _check_end() -> None:
         _job.end(f"{_latest.info} ended, but MPI would wait for {hung} for ever")
 
 
-def _die(worker: Worker, why: str) -> None:
+def _die(worker: "Worker", why: str) -> None:
     """Tell the other workers that this one leaves, and why; then end this process like one that is killed."""
     try:
         if not worker.closed:
@@ -111,7 +114,7 @@ def _die(worker: Worker, why: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _hung(worker: Worker) -> str:
+def _hung(worker: "Worker") -> str:
     """Return the names of the workers that were given up for their silence, and that MPI takes to be alive."""
     job = _job
 
@@ -125,5 +128,5 @@ def _hung(worker: Worker) -> str:
     return ", ".join(str(worker.directory.workers[rank]) for rank in sorted(silent_and_alive()))
 
 
-def others_of(worker: Worker) -> set[int]:
+def others_of(worker: "Worker") -> set[int]:
     return set(range(worker.size)) - {worker.rank, *worker.peers.lost}

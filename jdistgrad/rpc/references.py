@@ -6,21 +6,21 @@ import logging
 import threading
 import weakref
 from collections.abc import Collection, Iterable
-from typing import Any, TypeVar
+from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.rpc.caller import AnyWorker, Caller
 from jdistgrad.rpc.claims import Claim, Drop, emptied, gifts_in
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
-from jdistgrad.rpc.mailbox import Mailbox, current_part
+from jdistgrad.rpc.mailbox import Mailbox, Part, current_part
 from jdistgrad.rpc.owned import Owned, OwnerTable
 from jdistgrad.rpc.scopes import ScopeTable
-from jdistgrad.rpc.weights import NOTHING, WHOLE, Accounts, Weight
+from jdistgrad.rpc.weights import NOTHING, WHOLE, Weight
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Kind, Message, Parcel, worker_of
+from jdistgrad.wire.message import Kind, Message, Parcel
 
-T = TypeVar("T")
+Parts = list[tuple[int, int, int, bool]]  # of references: id, units and scale of a weight, whether there are accounts
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -32,24 +32,16 @@ class References:
       owned: the values that this worker owns.
       claims: the claims that it holds, by reference; ``drops``: the weights of those that have died and that the owners
         have not been told of.
-      accounts: the weight that went to each worker and came from it, in a world that survives.
-      forgettings: the workers, and references that they may forget, which have not been told yet.
-      forgettable: how many references each worker may forget, told of or still to be told; ``forgotten``: how many each
-        owner has told this worker to forget.
+      accounted: the references of which this worker has accounts, in a world that survives.
     """
 
     def __init__(self, mailbox: Mailbox, caller: Caller):
         self._mailbox, self._caller = mailbox, caller
-        self.owned, self.accounts, self._survives = OwnerTable(), Accounts(), mailbox.survives
+        self.owned = OwnerTable()
         self.claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
         self.drops: collections.deque[Drop] = collections.deque()
         self._claiming = threading.Lock()
-        self._noted_by: dict[int, set[int]] = {}  # who has accounts of a reference, by reference
-        self.forgettings = collections.deque[tuple[int, int]]()
-        self.forgettable = collections.Counter[int]()
-        self.forgotten = collections.Counter[int]()
-        if self._survives:
-            mailbox.note_gifts = self._note_gifts
+        self.accounted: Collection[int] = ()
 
     def call_remote(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
         """Make a value on another worker; return the claim to it."""
@@ -80,14 +72,7 @@ class References:
 
     def announce(self, identifier: int) -> Owned:
         """Note that a value is being created here; return its entry."""
-        creator = worker_of(identifier)
-        if not self._survives or creator == self._mailbox.rank:
-            return self.owned.announce(identifier)
-        noted = self.accounts.give(creator, [(identifier, self._mailbox.rank, WHOLE)])
-        entry = self.owned.announce(identifier, NOTHING if noted else WHOLE)
-        if entry.freed:  # all of its weight was here before
-            self._freed({identifier: entry})
-        return entry
+        return self.owned.announce(identifier)
 
     def share(self, identifier: int) -> Claim | None:
         """Return a claim to a value that this worker owns, or None if the value is gone."""
@@ -126,87 +111,31 @@ class References:
         with within(None):
             return self._caller.rpc_async(claim.owner, creation_of, (sent,), {}, timeout)
 
-    def returned(self, source: int, parts: list[tuple[int, int, int, bool]]) -> list[Any]:
-        """Take back weights that a worker has dropped, or returns in the place of a lost one, unless it is lost itself.
-
-        Returns:
-          The entries of values without references.
-        """
-        here, weights = (
-            self._mailbox.rank,
-            [(identifier, Weight(units, scale)) for identifier, units, scale, _ in parts],
-        )
-        if self._survives and source != here:
-            if not self.accounts.give(source, [(identifier, here, weight) for identifier, weight in weights], -1):
-                return []
-            for identifier in [identifier for identifier, *_, noted in parts if noted]:
-                self._noted_by.setdefault(identifier, set()).add(source)
-        return self._freed(self.owned.release_all(weights))
-
-    def dropped(self) -> dict[int, list[tuple[int, int, int, bool]]]:
-        """Return the weights dropped here since the last call, by owner, and whether there are accounts of them."""
-        noted = self.accounts.balances
-        return _by_worker((owner, (one, w.units, w.scale, one in noted)) for owner, one, w in emptied(self.drops))
-
-    # Accounts.
+    # Weight in messages.
 
     def arrived(self, source: int, parcel: Parcel) -> list[Claim] | None:
         """Take over the weight in a message; return the claims, or None if the message is of a lost worker."""
-        gifts = gifts_in(parcel)
-        noted = self._survives and gifts and source != self._mailbox.rank
-        if noted and not self.accounts.give(source, gifts, -1):
-            return None
-        return [self.claim(*gift) for gift in gifts]
+        return [self.claim(*gift) for gift in gifts_in(parcel)]
 
-    def _note_gifts(self, peer: int, parcel: Parcel) -> None:
-        accounts, gifts, undo = self.accounts, gifts_in(parcel), parcel.undo
-        assert undo is not None
-        if not accounts.give(peer, gifts):
-            raise errors.WorkerLostError(f"the worker of rank {peer} is lost", worker=peer)
+    def returned(self, source: int, parts: Parts) -> list[Owned]:
+        """Take back weights that a worker has dropped; return the entries of values without references."""
+        returned = [(identifier, Weight(units, scale)) for identifier, units, scale, _ in parts]
+        return list(self.owned.release_all(returned).values())
 
-        def take_back() -> None:
-            if accounts.give(peer, gifts, -1):  # else the account was settled: the weight has gone to its owner
-                undo()
+    @property
+    def has_news(self) -> bool:
+        """Return whether there is something that other workers have not been told."""
+        return bool(self.drops)
 
-        parcel.undo = take_back
-
-    def lose(self, lost: int, error: BaseException) -> list[Owned]:
-        """Hold what is owned here, and close the account with a lost worker; return the values it will not make."""
-        self.owned.held = True
-        self.accounts.close(lost)
-        self.owned.release_all(self.accounts.settle(lost, self._mailbox.rank))
-        return self._freed(self.owned.give_up(lost, error))
-
-    def settle(self, lost: int, owner: int) -> list[tuple[int, int, int, bool]]:
-        """Return the balances with a lost worker to the owner that asks for them, in the form of dropped weights."""
-        return [(identifier, w.units, w.scale, False) for identifier, w in self.accounts.settle(lost, owner)]
-
-    def sweep(self) -> list[Any]:
-        """Return the entries of values that only lost workers held: all accounts with these are settled."""
-        return self._freed(self.owned.sweep())
-
-    def forget(self, owner: int, identifiers: list[int]) -> None:
-        self.accounts.forget(identifiers)
-        self.forgotten[owner] += len(identifiers)
-
-    def _freed(self, entries: dict[int, Owned]) -> list[Any]:
-        if self._survives and entries:
-            self.accounts.forget(entries)
-            for identifier in entries:
-                noted_by = self._noted_by.pop(identifier, ())
-                self.forgettings.extend((peer, identifier) for peer in noted_by)
-                self.forgettable.update(noted_by)
-        return list(entries.values())
+    def news(self) -> list[tuple[int, Message]]:
+        """Return what other workers have not been told: the weights dropped here, by owner."""
+        dropped = dict[int, Parts]()
+        for owner, one, weight in emptied(self.drops):
+            dropped.setdefault(owner, []).append((one, weight.units, weight.scale, one in self.accounted))
+        return [(owner, Message(Kind.DROP, self._mailbox.rank, 0, parts)) for owner, parts in dropped.items()]
 
 
-def _by_worker(queue: Iterable[tuple[int, T]]) -> dict[int, list[T]]:
-    found: dict[int, list[T]] = {}
-    for worker, one in queue:
-        found.setdefault(worker, []).append(one)
-    return found
-
-
-class Releasing:
+class Releasing(Part):
     """The part of a worker that releases closed scopes and freed values, and returns dropped weights.
 
     Arguments:
@@ -238,18 +167,17 @@ class Releasing:
                 for content in contents:
                     content.close()
 
+    def tick(self, now: float) -> None:
+        self.flush()
+
     def flush(self) -> None:
         """Close abandoned scopes, and return dropped weights to their owners."""
-        here, references = self._mailbox.rank, self._references
-        if not (self.abandoned or references.drops or references.forgettings):
+        if not (self.abandoned or self._references.has_news):
             return
         with self._mailbox.work.under_way():  # until the messages count: the world might close before they are sent
             for identifier in emptied(self.abandoned):
                 self.close_scope(identifier)
-            dropped = [(owner, Message(Kind.DROP, here, 0, weights)) for owner, weights in references.dropped().items()]
-            forgettings = _by_worker(emptied(references.forgettings))
-            gone = [(peer, Message(Kind.FORGET, here, 0, values)) for peer, values in forgettings.items()]
-            self._tell_all([*dropped, *gone])
+            self._tell_all(self._references.news())
 
     def _tell_all(self, messages: Iterable[tuple[int, Message]]) -> None:
         """Send messages to workers. One that cannot be sent keeps no other back, but is an error."""

@@ -24,7 +24,8 @@ from jdistgrad.rpc.arrivals import Groups
 from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.current import within
-from jdistgrad.rpc.mailbox import Mailbox, current_part
+from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.rpc.mailbox import Mailbox, Part, current_part
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.threads import frames
 from jdistgrad.wire.interrupts import put_off_interrupt
@@ -117,7 +118,7 @@ class Location:
     awaits: frozenset[CollectiveEntry]
 
 
-class Watchdog:
+class Watchdog(Part):
     """The collectives that one worker is in.
 
     Attributes:
@@ -141,7 +142,7 @@ class Watchdog:
         one = Participation(entry, frozenset(peers) - {self._mailbox.rank}, blocking, interrupt, goes_on)
         self.all[id(one)] = one
         for peer, why in list(self._peers.lost.items()):
-            self.lost(peer, why)
+            self.on_lost(self._mailbox.directory.workers[peer], why)
         if blocking and one.error is not None:
             self.end(one)
             raise one.error
@@ -159,15 +160,14 @@ class Watchdog:
         return [one for one in list(self.all.values()) if not one.entry.by_calls or one.thread == home]
 
     def awaited(self) -> set[int]:
-        """Return the ranks of the workers whose silence would keep this worker waiting."""
         return set().union(*(one.peers for one in self._watched()))
 
-    def lost(self, peer: int, why: str) -> None:
+    def on_lost(self, peer: WorkerInfo, why: str) -> None:
         for one in self._watched():
-            if peer in one.peers and one.goes_on:
-                one.peers -= {peer}
-            elif peer in one.peers:
-                self._give_up(one, peer, why)
+            if peer.rank in one.peers and one.goes_on:
+                one.peers -= {peer.rank}
+            elif peer.rank in one.peers:
+                self._give_up(one, peer.rank, why)
 
     def _give_up(self, one: Participation, peer: int, why: str) -> None:
         mailbox = self._mailbox
@@ -180,7 +180,7 @@ class Watchdog:
             if one.interrupt is not None:
                 one.interrupt()
 
-    def look(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         for one in self._watched():
             if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
                 one.asked = now

@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from jdistgrad import errors
 from jdistgrad.ffi.sites import waiting
@@ -11,8 +11,6 @@ from jdistgrad.rpc import current
 from jdistgrad.rpc.arrivals import Groups
 from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
-from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.losses import Losses
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.pending import Pending
@@ -23,6 +21,13 @@ from jdistgrad.rpc.watchdog import Watchdog
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel, ids_of
 from jdistgrad.wire.transport import Task
+
+
+def losses() -> Any:
+    """Return the module that only worlds that survive need."""
+    from jdistgrad.rpc import losses
+
+    return losses
 
 
 class Worker(Mailbox):
@@ -40,12 +45,13 @@ class Worker(Mailbox):
         self.kept: dict[str, Any] = {}
         self.given_up_by: set[int] = set()  # the workers that go on without this one
         self.scopes, self.messages = ScopeTable(self.rank), ids_of(self.rank)
-        self.peers = self.add(Peers(self, self._lost))
+        self.peers = self.add(Peers(self))
         self.calls = self.add(Caller(self, self._check))
-        self.references = self.add(References(self, self.calls))
+        kind = losses().AccountedReferences if self.survives else References
+        self.references: References = self.add(kind(self, self.calls), References)
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
-        self.losses = self.add(Losses(self, self.peers, self.references, self.releasing, self.scopes))
-        self.closing = self.add(Closing(self, self.calls, self.peers, self.losses, self.releasing))
+        self.losses: Any = self.add(losses().Losses(self)) if self.survives else None
+        self.closing = self.add(Closing(self, self.peers, self.releasing))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
         self.groups = self.add(Groups())
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
@@ -58,14 +64,6 @@ class Worker(Mailbox):
             raise errors.NotInitializedError(f"{call}: this world has been shut down. Call jdistgrad.init() again.")
         if call.peer.rank in self.peers.lost:
             raise errors.WorkerLostError(f"{call}: {self.peers.lost[call.peer.rank]}", worker=call.peer)
-
-    def _lost(self, peer: WorkerInfo, reason: str) -> None:
-        """Fail the calls and collectives that wait for a lost worker, and do without it from now on."""
-        why = self.peers.lost[peer.rank]
-        self.calls.fail_all(lambda call: errors.WorkerLostError(f"{call}: {why}", worker=peer), peer.rank)
-        self.watchdog.lost(peer.rank, why)
-        self.closing.lose(peer.rank)
-        self.losses.lose(peer.rank, reason)
 
     def lost(self, peer: int, why: str) -> None:
         self.peers.silent.discard(peer)
@@ -137,34 +135,18 @@ class Worker(Mailbox):
         elif kind is Kind.LEAVE:
             self.lost(source, message.body)
         elif self.survives and kind in ABOUT_LOSSES:
-            return self._without_lost(message)
+            return cast("Task | None", self.losses.take(message))
         else:
             self.closing.handle(message)
         return None
-
-    def _without_lost(self, message: Message) -> Task | None:
-        if message.kind is Kind.LOST and message.id == self.rank:
-            text = f"the other workers go on without {self.info}, says rank {message.source}: {message.body[0]}"
-            self.given_up_by.add(message.source)
-            self.fail(errors.WorkerLostError(text, worker=self.info))
-            return None
-        losses = self.losses
-        if message.kind in (Kind.PARTAKE, Kind.BREAK):
-            handle = losses.takes_part if message.kind is Kind.PARTAKE else losses.broken
-            return self.work.counted(functools.partial(handle, message))
-        handlers = {Kind.LOST: losses.lost_elsewhere, Kind.SETTLE: losses.settled, Kind.FORGET: losses.forget}
-        return handlers[message.kind](message)
 
     # Housekeeping.
 
     def tick(self, now: float) -> None:
         self.threads.resume()  # tasks for which there was no thread
-        self.releasing.flush()
-        self.calls.expire(now)
-        self.losses.look()
-        awaited = self.calls.pending.peers() | self.closing.awaited() | self.watchdog.awaited() | self.losses.awaited()
-        self.peers.look(awaited, now)
-        self.watchdog.look(now)
+        for part in self.parts:
+            part.tick(now)
+        self.peers.look(set().union(*(part.awaited() for part in self.parts)), now)
         waiting.look(now)
 
     # The end.

@@ -74,7 +74,7 @@ class Simulated(Worker):
 
     def tick_once(self):
         self.releasing.flush()
-        self.losses.look()
+        self.losses.tick(0.0)
 
     def act(self, chance):
         what = chance.choice(["create", "copy", "copy", "drop"])

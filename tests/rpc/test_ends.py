@@ -160,10 +160,10 @@ def test_a_world_stays_open_while_a_thread_returns_what_was_dropped():
         me = jd.init()
         if me.rank == 0:
             references, closing = current_worker().references, current_worker().closing
-            dropped = references.dropped
+            news = references.news
 
             def pausing():
-                found = dropped()
+                found = news()
                 if found:
                     slow.set()
                     if poll(lambda: closing.told_to_close.is_set() or closing._round > 5, 30):
@@ -172,7 +172,7 @@ def test_a_world_stays_open_while_a_thread_returns_what_was_dropped():
 
             made = jd.remote(1, abs, args=(-1,))
             made.to_here()
-            references.dropped = pausing
+            references.news = pausing
             del made
             assert slow.wait(30)
         return jd.shutdown()

@@ -46,10 +46,11 @@ def test_any_order_of_messages_ends_with_an_empty_table(seed):
 
 
 def test_all_references_of_one_id_share_a_claim():
-    claims = References(types.SimpleNamespace(rank=0, world="", survives=False), caller=None)
+    claims = References(types.SimpleNamespace(rank=0, world=""), caller=None)
     first, second = claims.claim(1, 0, WHOLE), claims.claim(1, 0, WHOLE)
     assert first is second
-    assert claims.dropped() == {}
+    assert not claims.has_news
     del first, second
     both = WHOLE + WHOLE
-    assert claims.dropped() == {0: [(1, both.units, both.scale, False)]}
+    [(owner, drop)] = claims.news()
+    assert (owner, drop.body) == (0, [(1, both.units, both.scale, False)])
