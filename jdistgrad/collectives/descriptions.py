@@ -11,22 +11,28 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jdistgrad.collectives.host_arrays import numbers
 from jdistgrad.corrections import Elsewhere
 from jdistgrad.errors import LeafError
+from jdistgrad.leaves import LeafSpec, canonical, plain
 
 
 class Leaf(NamedTuple):
-    """The description of a leaf. ``sparse``: how many of its dimensions a BCOO array indexes; 0 if it is dense."""
+    """A leaf at its path. ``sparse``: how many of its dimensions a BCOO array indexes; 0 if it is dense."""
 
     path: str
-    shape: tuple[int, ...]
-    dtype: np.dtype
+    spec: LeafSpec
     sparse: int = 0
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.spec.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.spec.dtype
+
     def __str__(self) -> str:
-        indices = f" of {self.sparse} indices" if self.sparse else ""
-        return f"{'sparse ' if self.sparse else ''}{self.dtype}{list(self.shape)}{indices}"
+        return f"sparse {self.spec} of {self.sparse} indices" if self.sparse else str(self.spec)
 
 
 def is_sparse(value: Any) -> bool:
@@ -53,11 +59,11 @@ def describe(tree: Any, *, whole: bool = True) -> list[Leaf]:
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         refuse_elsewhere(path, leaf)
-        name, value = _spelled(path), numbers(leaf)
+        name, value = _spelled(path), plain(leaf)
         try:
-            shape = tuple(value.shape if hasattr(value, "shape") else np.shape(value))
-            dtype = np.dtype(getattr(value, "dtype", None) or jax.dtypes.result_type(value))
-            found.append(Leaf(name, shape, np.dtype(jax.dtypes.canonicalize_dtype(dtype)), index_dimensions(value)))
+            spec = LeafSpec.of(value)
+            spec = dataclasses.replace(spec, dtype=np.dtype(canonical(spec.dtype)), weak=False)
+            found.append(Leaf(name, spec, index_dimensions(value)))
         except TypeError as error:
             text = f"{name} is a {type(leaf).__name__}, expected an array or a number"
             raise LeafError(text, path=name) from error

@@ -11,21 +11,13 @@ import numpy as np
 
 from jdistgrad._compat import settings_of_results, trace_state_clean
 from jdistgrad.errors import LeafError
+from jdistgrad.leaves import LeafSpec, is_key, plain
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.wire.memory import BufferPool
 
 WARM_FROM = 1 << 20  # bytes
 NUMBERS = (bool, int, float, complex)
 _warm, _leasing = BufferPool(idle_limit=1 << 28), threading.Lock()
-
-
-def is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def numbers(leaf: Any) -> Any:
-    """Return a leaf as numbers: a random key's data, any other leaf itself."""
-    return jax.random.key_data(leaf) if is_key(leaf) else leaf
 
 
 def refuse_keys(leaf: Any) -> None:
@@ -40,7 +32,7 @@ def refuse_keys(leaf: Any) -> None:
 def on_numbers(function: Callable[..., Any], leaf: Any, *args: Any) -> Any:
     """Apply a function of arrays to a leaf that may be a random key."""
     if is_key(leaf):
-        return jax.random.wrap_key_data(function(jax.random.key_data(leaf), *args), impl=jax.random.key_impl(leaf))
+        return LeafSpec.of(leaf).restored(function(plain(leaf), *args))
     return function(leaf, *args)
 
 
@@ -50,7 +42,7 @@ def to_host(leaf: Any) -> np.ndarray:
     Raises:
       OverflowError: an integer does not fit into that dtype.
     """
-    value = numbers(leaf)
+    value = plain(leaf)
     if isinstance(value, jax.Array | np.ndarray):
         return copied(value)
     memory = np.array(jax.numpy.asarray(value))
@@ -100,7 +92,7 @@ def like(memory: np.ndarray, leaf: Any) -> Any:
     if type(leaf) in NUMBERS:
         return type(leaf)(memory.item())
     if is_key(leaf):
-        return jax.random.wrap_key_data(jax.numpy.asarray(memory), impl=jax.random.key_impl(leaf))
+        return LeafSpec.of(leaf).restored(jax.numpy.asarray(memory))
     own = memory.astype(leaf.dtype, copy=False)
     if isinstance(leaf, jax.Array):
         return jax.device_put(own, leaf.sharding if leaf.committed else None, may_alias=True)

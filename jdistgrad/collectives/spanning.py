@@ -9,7 +9,7 @@ import contextvars
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +18,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from jdistgrad import jaxprs
 from jdistgrad._compat import configured
-from jdistgrad.collectives.host_arrays import is_key
 from jdistgrad.errors import LeafError
-from jdistgrad.wire.arrays import as_jax_array
+from jdistgrad.leaves import LeafSpec, as_jax_array, is_key, plain
 
 # Takes collectives, the results of a jaxpr, and arguments that the jaxpr does not have; returns a list of results.
 Finish = Callable[..., list[Any]]
@@ -67,7 +66,7 @@ class Span:
             moved = jax.device_put([at_home(own[k], self.device) for k in elsewhere], self.device)
             for k, array in zip(elsewhere, moved, strict=True):
                 own[k] = array
-        odd = [k for k, leaf in enumerate(own) if leaf.size == 0 or leaf.ndim == 0 or is_key(leaf) or lies_oddly(leaf)]
+        odd = [k for k, leaf in enumerate(own) if has_no_rows(LeafSpec.of(leaf)) or lies_oddly(leaf)]
         make = jax.make_array_from_single_device_arrays
         rows = _changed(own, odd, _with_rows)
         return [make((x.shape[0] * self.size, *x.shape[1:]), self._sharding, [x]) for x in rows]
@@ -122,46 +121,39 @@ def lies_oddly(array: Any) -> bool:
     return layout is not None and layout.major_to_minor != tuple(range(array.ndim))
 
 
-class RowForm(NamedTuple):
-    """The form of a value that travels as rows.
+def has_no_rows(spec: LeafSpec) -> bool:
+    """Return whether a value travels otherwise than as it is: as the data of keys, an array of one number, or nothing.
 
-    ``data``: the type of the value's data, unless these are rows as they are: of a number, or of an array without
-    elements, of which JAX would replicate all rows. ``impl``: that of a random key, whose data travel.
+    Of an array without elements JAX would replicate all rows.
     """
-
-    data: Any = None
-    impl: Any = None
-
-    def to_rows(self, x: Any) -> jax.Array:
-        if self.data is not None and self.data.size == 0:
-            return jnp.zeros(1, jnp.int8)
-        data = jnp.asarray(x) if self.impl is None else jax.random.key_data(x)
-        return data if self.data is None else data.reshape(1)
-
-    def from_rows(self, x: jax.Array) -> jax.Array:
-        data = x
-        if self.data is not None:
-            data = x.reshape(()) if self.data.size else jnp.zeros(self.data.shape, self.data.dtype)
-        return data if self.impl is None else jax.random.wrap_key_data(data, impl=self.impl)
+    return spec.impl is not None or not spec.shape or 0 in spec.shape
 
 
-PLAIN = RowForm()
+def to_rows(x: Any) -> jax.Array:
+    data = plain(x if is_key(x) else jnp.asarray(x))
+    if data.size == 0:
+        return jnp.zeros(1, jnp.int8)
+    return data if data.ndim else data.reshape(1)
 
 
-def form_of(x: Any) -> RowForm:
-    impl = jax.random.key_impl(x) if is_key(x) else None
-    data = jax.eval_shape(jax.random.key_data, x) if impl is not None else jax.typeof(x)
-    return RowForm(None if data.ndim and data.size else jax.ShapeDtypeStruct(data.shape, data.dtype), impl)
+def from_rows(spec: LeafSpec, x: jax.Array) -> Any:
+    if 0 in spec.shape and spec.impl is None:
+        return jnp.zeros(spec.shape, spec.dtype)
+    if 0 in spec.shape:
+        return jax.random.split(jax.random.key(0, impl=spec.impl), spec.shape)
+    if spec.impl is not None:
+        return spec.restored(x)
+    return x if spec.shape else x.reshape(())
 
 
 @jax.jit
 def _with_rows(leaves: list[Any]) -> list[jax.Array]:
-    return [jnp.copy(form_of(leaf).to_rows(leaf)) for leaf in leaves]  # a copy has the default layout
+    return [jnp.copy(to_rows(leaf)) for leaf in leaves]  # a copy has the default layout
 
 
-@functools.partial(jax.jit, static_argnames="forms")
-def _without_rows(leaves: list[jax.Array], forms: tuple[RowForm, ...]) -> list[Any]:
-    return [form.from_rows(x) for form, x in zip(forms, leaves, strict=True)]
+@functools.partial(jax.jit, static_argnames="specs")
+def _without_rows(leaves: list[jax.Array], specs: tuple[LeafSpec, ...]) -> list[Any]:
+    return [from_rows(spec, x) for spec, x in zip(specs, leaves, strict=True)]
 
 
 def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -240,23 +232,23 @@ def spanning_program(
     """
     # Constants are arguments: they may differ from rank to rank. A copy, since the program may change them later.
     constants = [as_jax_array(const) for const in closed.consts]
-    shared_constants, taken = span.shared(constants), [form_of(leaf) for leaf in (*constants, *like)]
-    count, first, given = len(constants), len(closed.jaxpr.invars), list[RowForm]()
+    shared_constants, taken = span.shared(constants), [LeafSpec.of(leaf) for leaf in (*constants, *like)]
+    count, first, given = len(constants), len(closed.jaxpr.invars), list[LeafSpec]()
 
     def on_rows(*rows: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        values = [form.from_rows(x) for form, x in zip(taken, rows, strict=True)]
+        values = [from_rows(spec, x) for spec, x in zip(taken, rows, strict=True)]
         args, rest = values[count : count + first], values[count + first :]
         results = finish(jaxprs.evaluate(closed.jaxpr, values[:count], args), *rest)
-        given[:] = map(form_of, results)
-        return [form.to_rows(x) for form, x in zip(given, results, strict=True)], jnp.zeros(1, jnp.int8)
+        given[:] = map(LeafSpec.of, results)
+        return list(map(to_rows, results)), jnp.zeros(1, jnp.int8)
 
     def arguments(leaves: Sequence[Any]) -> list[jax.Array]:
         return shared_constants + span.shared(leaves)
 
     def own(results: Sequence[jax.Array]) -> list[Any]:
         found: list[Any] = [x.addressable_data(0) for x in results]
-        odd = [k for k, form in enumerate(given) if form != PLAIN]
-        return _changed(found, odd, functools.partial(_without_rows, forms=tuple(given[k] for k in odd)))
+        odd = [k for k, spec in enumerate(given) if has_no_rows(spec)]
+        return _changed(found, odd, functools.partial(_without_rows, specs=tuple(given[k] for k in odd)))
 
     spread = jax.shard_map(on_rows, mesh=span.mesh, in_specs=span.rows, out_specs=span.rows, check_vma=False)
     run = jax.jit(spread, donate_argnums=tuple(count + place for place in donated))

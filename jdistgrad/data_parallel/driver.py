@@ -27,6 +27,7 @@ from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
 from jdistgrad.data_parallel.segments import StepPrograms, Trace, readiness
 from jdistgrad.data_parallel.statistics import Statistics, after_step
 from jdistgrad.errors import CollectiveError, NonFiniteError, WorkerLostError
+from jdistgrad.leaves import LeafSpec
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.handles import is_handle
 
@@ -109,7 +110,7 @@ class Driver:
         described, leaves = describe(tree, whole=False), jax.tree.leaves(tree)
         memories = list(map(host_arrays.to_host, leaves))
         terms = self._rules.terms(tree)._replace(
-            leaves=tuple(one._replace(dtype=m.dtype) for one, m in zip(described, memories, strict=True))
+            leaves=tuple(one._replace(spec=LeafSpec.of(m)) for one, m in zip(described, memories, strict=True))
         )
         for k, (leaf, memory) in enumerate(zip(leaves, memories, strict=True)):
             if not memory.ndim and memory.dtype in WIDE:  # a single number travels as wide as Python's

@@ -18,6 +18,7 @@ from jdistgrad.data_parallel.hooks import Hook
 from jdistgrad.data_parallel.reducer import Reducer, UnfinishedError
 from jdistgrad.data_parallel.segments import Segmented, StepPrograms, Trace
 from jdistgrad.errors import CollectiveError, LeafError
+from jdistgrad.leaves import LeafSpec
 from jdistgrad.rpc.handles import without_handles
 from jdistgrad.wire import pinned
 
@@ -152,10 +153,11 @@ class Reduction:
             )
         expected, sparse = leaves[leaf], index_dimensions(gradient)
         is_array = isinstance(gradient, jax.Array) or sparse
-        if not is_array or (gradient.shape, gradient.dtype, sparse) != expected[1:]:
-            found = Leaf("", gradient.shape, gradient.dtype, sparse) if is_array else type(gradient).__name__
+        found = Leaf(expected.path, LeafSpec(gradient.shape, gradient.dtype), sparse) if is_array else None
+        if found != expected:
+            shown = type(gradient).__name__ if found is None else found
             raise LeafError(
-                f"ready: the gradient of {expected.path} is {found}, expected a JAX array {expected}, which is "
+                f"ready: the gradient of {expected.path} is {shown}, expected a JAX array {expected}, which is "
                 "overwritten with the average",
                 path=expected.path,
             )

@@ -10,6 +10,7 @@ from jdistgrad.collectives.descriptions import Leaf, describe
 from jdistgrad.data_parallel import segments as trace
 from jdistgrad.data_parallel.agreement import Rules, Terms
 from jdistgrad.data_parallel.buckets import MIB, lay_out, limits_of, plan_buckets
+from jdistgrad.leaves import LeafSpec
 
 
 def leaf(size, dtype="float32"):
@@ -64,8 +65,8 @@ def test_golden_plans_of_data_parallel_objects(cap, sizes, order, expected):
 
 def test_the_digest_tells_trees_and_settings_apart_and_nothing_else():
     rules, shape = Rules(), (3,)
-    leaves = [Leaf(name, shape, np.dtype("float32")) for name in "ab"]
-    others = [Leaf(str(name), tuple([3]), np.dtype("float32")) for name in "ab"]  # noqa: C409
+    leaves = [Leaf(name, LeafSpec(shape, np.dtype("float32"))) for name in "ab"]
+    others = [Leaf(str(name), LeafSpec(tuple([3]), np.dtype("float32"))) for name in "ab"]  # noqa: C409
     digest = Terms(tuple(leaves), rules.settings).digest()
     assert digest == Terms(tuple(others), Rules().settings).digest()
     assert digest == rules.terms({"a": np.ones(3, "float32"), "b": jnp.ones(3)})._replace(leaves=tuple(leaves)).digest()
