@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad._compat import weakly_typed
+from jdistgrad.leaves import LeafSpec, plain
 from jdistgrad.rpc import trees
 
 NUMBERS = {bool, int, float, complex}
@@ -60,17 +59,13 @@ def _fits(found: Any, expected: Any) -> bool:
 
 
 def _kind(leaf: Any) -> str:
-    return f"{leaf.dtype}{list(leaf.shape)}" if _is_array(leaf) else f"a {type(leaf).__name__}"
+    return str(LeafSpec.of(leaf)) if _is_array(leaf) else f"a {type(leaf).__name__}"
 
 
 def _at_home(found: Any, known: Any) -> Any:
-    if isinstance(known, jax.Array) and jnp.issubdtype(known.dtype, jax.dtypes.prng_key):
-        data = jnp.array(np.asarray(jax.random.key_data(found)))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(found))
-    if isinstance(known, jax.Array):
-        copy = jnp.array(np.asarray(found))  # one restored from a file may be committed to another worker's device
-        weak = (found if isinstance(found, jax.Array) else known).weak_type  # of which NumPy knows nothing
-        return weakly_typed(copy) if weak else copy
+    if isinstance(known, jax.Array):  # a copy: one restored from a file may be committed to another worker's device
+        spec = LeafSpec.of(found if isinstance(found, jax.Array) else known)  # NumPy knows of no weak types
+        return spec.restored(np.array(plain(found)))
     if isinstance(known, np.ndarray):
         return np.array(found)
     return type(known)(found.item()) if type(known) in NUMBERS and _is_array(found) else found
