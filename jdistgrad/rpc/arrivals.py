@@ -3,15 +3,15 @@
 It is kept until this worker asks for it, which may be before it has made the group at all.
 """
 
+import dataclasses
 import itertools
 import pickle
-import threading
 from collections.abc import Hashable
 from typing import Any, NamedTuple
 
 from jdistgrad.wire.arrays import ALIAS_FROM
-from jdistgrad.wire.interrupts import InterruptibleFuture
 from jdistgrad.wire.message import Message, Parcel
+from jdistgrad.wire.transport import Ending
 
 GAVE_UP = 1 << 63  # the key under which a worker says that it waits no longer
 LETTERS = 1 << 62  # added to the keys of letters
@@ -30,28 +30,22 @@ class GaveUp(NamedTuple):
     cause: str
 
 
-_completing = threading.Lock()  # shared: a lock for each meeting would cost more than it ever waits
-
-
 class Unpicklable(NamedTuple):
     """What comes in place of a word that cannot be pickled: why."""
 
     why: str
 
 
-class Gathering:
+@dataclasses.dataclass(slots=True, eq=False)
+class Gathering(Ending):
     """Messages of a group with one key: ``done`` when all that this worker waits for have come, or none will.
 
     Attributes:
       came: what has come, by the sender's world rank.
     """
 
-    __slots__ = ("_expected", "_sleeper", "came", "done")
-
-    def __init__(self) -> None:
-        self.came: dict[int, Any] = {}
-        self.done, self._expected = False, -1  # how many are to come, once this worker waits for them
-        self._sleeper: InterruptibleFuture[None] | None = None
+    came: dict[int, Any] = dataclasses.field(default_factory=dict)
+    _expected: int = -1  # how many are to come, once this worker waits for them
 
     def add(self, source: int, body: Any) -> None:
         self.came[source] = body
@@ -62,20 +56,6 @@ class Gathering:
         self._expected = count
         if len(self.came) == count:
             self.end()
-
-    def end(self) -> None:
-        with _completing:
-            self.done, sleeper = True, self._sleeper
-            self._sleeper = None
-        if sleeper is not None:
-            sleeper.set_result(None)
-
-    def futures(self) -> tuple[InterruptibleFuture[None]]:
-        with _completing:
-            future = self._sleeper = self._sleeper or InterruptibleFuture[None]()
-        if self.done:
-            self.end()
-        return (future,)
 
 
 class Arrivals:

@@ -165,7 +165,8 @@ class Caller(Part):
                 call_ended(pending, failed=message.kind is Kind.FAILURE)
             opener = functools.partial(self._outcome, message)
             if pending.future is None:
-                pending.complete(opener)
+                pending.outcome = opener
+                pending.end()
             else:
                 self._complete(pending, opener)
 
@@ -206,7 +207,8 @@ class Caller(Part):
 
     def _complete(self, pending: Pending, opener: Callable[[], Outcome]) -> None:
         if pending.future is None:
-            pending.complete(opener)
+            pending.outcome = opener
+            pending.end()
         else:
             run = functools.partial(self._mailbox.run_callbacks, CALLBACKS, pending.function, pending.peer.rank)
             pending.future.answer(opener, run)

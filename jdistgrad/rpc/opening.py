@@ -17,7 +17,7 @@ from jdistgrad.rpc.worker import Worker, find_worker
 from jdistgrad.wire import launcher_env, mpi_start
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.message import spell
-from jdistgrad.wire.transport import Job, Receiver, Transport
+from jdistgrad.wire.transport import Job, Transport
 
 LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "threads", "wire"))
 
@@ -97,11 +97,7 @@ def _open(world: str, rank: int, workers: Directory, transport: Transport, **set
     for name in LOGGERS:
         logging.getLogger(name).addFilter(add_fields)  # once, however often it is added
     try:
-        transport.start(
-            Receiver(
-                worker.word, worker.receive, worker.run, worker.enter_thread, worker.tick, worker.fail, worker.lost
-            )
-        )
+        transport.start(worker)
     except errors.DistgradError:  # another local worker failed before all were there
         worker.close(graceful=False)
         raise

@@ -13,12 +13,11 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.interrupts import InterruptibleFuture
 from jdistgrad.wire.message import spell
-
-_completing = threading.Lock()
+from jdistgrad.wire.transport import Ending
 
 
 @dataclasses.dataclass(slots=True, eq=False)
-class Pending:
+class Pending(Ending):
     """A pending call: one that has been sent and not answered.
 
     Attributes:
@@ -27,7 +26,7 @@ class Pending:
       scope: that in which it was made, or None.
       thread: the thread that made it.
       bytes: how many its message has, if it has a future; 0 until it has been sent.
-      done: whether it is answered, expired or failed, if it has no future; ``outcome`` then opens the answer.
+      outcome: opens the answer, if it has no future and is ``done``: answered, expired or failed.
     """
 
     id: int
@@ -41,25 +40,7 @@ class Pending:
     scope: Any = None
     thread: int = 0
     bytes: int = 0
-    done: bool = False
     outcome: Any = None
-    _sleeper: Any = None  # a future for a caller that sleeps
-
-    def complete(self, opener: Any) -> None:
-        self.outcome = opener
-        with _completing:
-            self.done, sleeper = True, self._sleeper
-        if sleeper is not None:
-            sleeper.set_result(None)
-
-    def futures(self) -> tuple[InterruptibleFuture[None]]:
-        """Return a future that is done when the call is, for a caller that sleeps meanwhile."""
-        with _completing:
-            if self._sleeper is None:
-                self._sleeper = InterruptibleFuture()
-                if self.done:
-                    self._sleeper.set_result(None)
-            return (self._sleeper,)
 
     def __str__(self) -> str:
         context = "" if self.scope is None else f" in context {spell(self.scope.id)}"

@@ -5,14 +5,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.threads import started
-from jdistgrad.wire.interrupts import SteadyCondition, has_come, wait_for_first, wait_in_slices
+from jdistgrad.wire.interrupts import SteadyCondition, has_come, wait_in_slices
 from jdistgrad.wire.message import Message
-from jdistgrad.wire.transport import Awaited, Receiver, Transport
+from jdistgrad.wire.transport import Awaited, Futures, Receiver, Transport
 
 TICK_SECONDS = 0.005
 JOIN_SECONDS = 60.0  # for the last worker to open, when all have met
@@ -129,16 +128,15 @@ class LocalTransport(Transport):
         if task is not None:
             receiver.run(task)
 
-    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
-        """Wait only if there are several futures. Senders' threads complete them; a single future waits by itself."""
-        if len(futures) > 1:
-            wait_for_first(futures, timeout)
+    def wait_for(self, futures: Futures, timeout: float | None) -> None:
+        if len(futures) > 1:  # a single one waits by itself
+            super().wait_for(futures, timeout)
 
     def wait(self, target: Awaited, deadline: float = math.inf) -> None:
-        """Senders' threads complete what is waited for."""
+        """Sleep: senders' threads complete what is waited for."""
         if not target.done:
-            futures, seconds = target.futures(), deadline - time.monotonic()
-            wait_in_slices(lambda longest: concurrent.futures.wait(futures, longest).done or has_come(), seconds)
+            futures, seconds, first = target.futures(), deadline - time.monotonic(), concurrent.futures.FIRST_COMPLETED
+            wait_in_slices(lambda longest: concurrent.futures.wait(futures, longest, first).done or has_come(), seconds)
 
     def close(self, *, graceful: bool) -> None:
         self.world.receivers[self.rank] = None

@@ -109,8 +109,7 @@ class MPITransport(Transport):
             came=self._something_came,
             rings=lambda: self._doorbell.all_ring and not self._outgoing,
         )
-        self.wait, self.wait_for = progress.wait, progress.wait_for  # type: ignore[method-assign]
-        self.look = progress.look  # type: ignore[method-assign]
+        self.wait, self.look = progress.wait, progress.look  # type: ignore[method-assign]
         self.wake = functools.partial(self._doorbell.ring_own, WAITS)  # type: ignore[method-assign]
         progress.start()
 

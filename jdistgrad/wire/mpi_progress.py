@@ -21,15 +21,14 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from jdistgrad.threads import IDLE_SECONDS, join_soon, run_task, started
 from jdistgrad.wire import interrupts
 from jdistgrad.wire.doorbell import AWAKE, SERVES, WAITS, Doorbell
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.polling import nap, pause
-from jdistgrad.wire.transport import Awaited, FirstOf, Receiver, Task
+from jdistgrad.wire.transport import Awaited, Receiver, Task
 
 Look = Callable[[], tuple[bool, Task | None]]
 
@@ -125,12 +124,6 @@ class Progress:
         join_soon(self._threads)
 
     # Waiting for an answer, on any thread.
-
-    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
-        target = FirstOf(futures)
-        if not target.done:
-            with put_off_interrupt():
-                self.wait(target, math.inf if timeout is None else time.monotonic() + timeout)
 
     def wait(self, target: Awaited, deadline: float = math.inf) -> None:
         """Return when the target is done, the deadline has passed, or a Ctrl-C has come that is put off."""

@@ -3,12 +3,20 @@
 import concurrent.futures
 import dataclasses
 import math
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
 from jdistgrad.wire.message import Message
 
 Task = Callable[[], None]
+
+
+Futures = Sequence[concurrent.futures.Future[Any]]
+
+_ending = threading.Lock()  # shared: a lock for each would cost more than it ever waits
 
 
 class Awaited(Protocol):
@@ -17,44 +25,67 @@ class Awaited(Protocol):
     @property
     def done(self) -> bool: ...
 
-    def futures(self) -> Sequence[concurrent.futures.Future[Any]]: ...
+    def futures(self) -> Futures: ...
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Ending:
+    """What ends when messages have come. A future is made only for a thread that sleeps meanwhile."""
+
+    done: bool = dataclasses.field(default=False, init=False)
+    _sleeper: InterruptibleFuture[None] | None = dataclasses.field(default=None, init=False)
+
+    def end(self) -> None:
+        with _ending:
+            self.done, sleeper, self._sleeper = True, self._sleeper, None
+        if sleeper is not None:
+            sleeper.set_result(None)
+
+    def futures(self) -> Futures:
+        with _ending:
+            future = self._sleeper = self._sleeper or InterruptibleFuture()
+        if self.done:
+            self.end()
+        return (future,)
 
 
 class FirstOf:
     """The first of some futures that is done, to be waited for."""
 
-    def __init__(self, futures: Sequence[concurrent.futures.Future[Any]]):
+    def __init__(self, futures: Futures):
         self._futures = futures
 
     @property
     def done(self) -> bool:
         return any(future.done() for future in self._futures)
 
-    def futures(self) -> Sequence[concurrent.futures.Future[Any]]:
+    def futures(self) -> Futures:
         return self._futures
 
 
-@dataclasses.dataclass(slots=True)
-class Receiver:
-    """The callbacks of a transport. ``receive`` and ``tick`` must be quick, not wait, and not run users' code.
+class Receiver(Protocol):
+    """What a transport calls. ``word``, ``receive`` and ``tick`` must be quick, not wait, and not run users' code."""
 
-    Arguments:
-      word: takes a word of a meeting: its sender, id, scope and bytes.
-      receive: takes a message; returns work that cannot be done quickly as a task, which the transport must have run.
-      run: runs a task on some thread that may wait.
-      enter_thread: prepares a thread of the transport, before it runs tasks.
-      tick: does housekeeping at the given time; called some hundred times a second.
-      fail: takes note that the transport is broken.
-      lost: takes note that a worker has died, and why.
-    """
+    def word(self, source: int, key: int, group: int, word: bytes, /) -> None:
+        """Take a word of a meeting."""
 
-    word: Callable[[int, int, int, bytes], None]
-    receive: Callable[[Message], Task | None]
-    run: Callable[[Task], None]
-    enter_thread: Callable[[], None]
-    tick: Callable[[float], None]
-    fail: Callable[[BaseException], None]
-    lost: Callable[[int, str], None]
+    def receive(self, message: Message, /) -> Task | None:
+        """Take a message; return work that cannot be done quickly as a task, which the transport must have run."""
+
+    def run(self, task: Task, /) -> None:
+        """Run a task on some thread that may wait."""
+
+    def enter_thread(self) -> None:
+        """Prepare a thread of the transport, before it runs tasks."""
+
+    def tick(self, now: float, /) -> None:
+        """Do housekeeping; called some hundred times a second."""
+
+    def fail(self, error: BaseException, /) -> None:
+        """Take note that the transport is broken."""
+
+    def lost(self, peer: int, why: str, /) -> None:
+        """Take note that a worker has died."""
 
 
 class Transport:
@@ -92,11 +123,15 @@ class Transport:
           WireError: it has failed.
         """
 
-    def wait_for(self, futures: Sequence[concurrent.futures.Future[Any]], timeout: float | None) -> None:
+    def wait_for(self, futures: Futures, timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed.
 
         For a single future, this may return at once and leave the waiting to the future.
         """
+        target = FirstOf(futures)
+        if not target.done:
+            with put_off_interrupt():
+                self.wait(target, math.inf if timeout is None else time.monotonic() + timeout)
 
     def wait(self, target: Awaited, deadline: float = math.inf) -> None:
         """Return when the target is done, at the deadline, or when a Ctrl-C has come that the calling thread puts off.

@@ -7,6 +7,7 @@ import queue
 import signal
 import threading
 import time
+import types
 
 import pytest
 from helpers.starving import no_more_threads
@@ -14,7 +15,7 @@ from helpers.starving import no_more_threads
 from jdistgrad.wire import mpi_progress
 from jdistgrad.wire.doorbell import AWAKE, SERVES, WAITS
 from jdistgrad.wire.mpi_progress import Probing, Progress
-from jdistgrad.wire.transport import Receiver
+from jdistgrad.wire.transport import Transport
 
 
 class Bell:
@@ -58,10 +59,13 @@ class Mailbox:
         self.seen = set()  # the threads that have looked
         self.broken = None
         self.bell, self.rings = Bell(), rings
-        receiver = Receiver(None, None, self.run, int, self.tick, self.failures.append, None)
+        receiver = types.SimpleNamespace(run=self.run, enter_thread=int, tick=self.tick, fail=self.failures.append)
         rung = {"came": lambda: not self.tasks.empty(), "rings": lambda: self.rings}
         self.progress = Progress("test", self.look, receiver, self.bell, **rung, **how)
+        self.wait = self.progress.wait
         self.progress.start()
+
+    wait_for = Transport.wait_for
 
     def come(self, task):
         """Let a message come, with a ring."""
@@ -154,7 +158,7 @@ def test_where_messages_ring_a_serving_thread_looks_when_it_is_rung_for(belled):
 def test_a_thread_that_waits_sleeps_until_it_is_rung_for_and_leaves_the_bell_to_the_serving_thread(belled):
     until(lambda: belled.bell.asleep == {SERVES})
     answer, answer_of_a_call = concurrent.futures.Future(), concurrent.futures.Future()
-    waiter = threading.Thread(target=belled.progress.wait_for, args=((answer,), 60))
+    waiter = threading.Thread(target=belled.wait_for, args=((answer,), 60))
     waiter.start()
     until(lambda: belled.bell.asleep == {SERVES, WAITS} and belled.bell.shown == WAITS)
     belled.come(lambda: answer.set_result(1))
@@ -182,7 +186,7 @@ def test_what_comes_after_the_last_look_of_a_thread_that_waited_wakes_the_servin
 
 def test_who_completes_an_answer_itself_wakes_the_thread_that_waits(belled):
     answer = concurrent.futures.Future()
-    waiter = threading.Thread(target=belled.progress.wait_for, args=((answer,), 60))
+    waiter = threading.Thread(target=belled.wait_for, args=((answer,), 60))
     waiter.start()
     until(lambda: belled.bell.shown == WAITS)
     answer.set_result(1)
@@ -204,7 +208,7 @@ def test_a_transfer_that_does_not_end_keeps_nobody_from_housekeeping_nor_a_wait_
     try:
         never = concurrent.futures.Future()
         box.third_tick.result(30)
-        box.progress.wait_for((never,), 0.05)
+        box.wait_for((never,), 0.05)
         assert not never.done()
     finally:
         box.stop()
@@ -214,7 +218,7 @@ def test_many_who_wait_look_one_at_a_time_and_run_nothing_themselves(mailbox):
     def waiter(k):
         for _ in range(50):
             future = mailbox.future()
-            mailbox.progress.wait_for((future,), 30)
+            mailbox.wait_for((future,), 30)
             assert future.result(0) != threading.current_thread().name
         return k
 
@@ -251,7 +255,7 @@ def waiting(mailbox):
 
     def start(kind=Asked):
         futures.append(kind())
-        threads.append(threading.Thread(target=mailbox.progress.wait_for, args=(futures[-1:], 60)))
+        threads.append(threading.Thread(target=mailbox.wait_for, args=(futures[-1:], 60)))
         threads[-1].start()
         until(lambda: threads[-1].ident in mailbox.seen if len(threads) == 1 else futures[-1].count >= 2)
         return threads[-1], futures[-1]
@@ -307,7 +311,7 @@ def test_an_interrupt_wakes_the_main_thread(mailbox, waiting):
     presser = threading.Thread(target=lambda: (until(lambda: never.count >= 2), os.kill(os.getpid(), signal.SIGINT)))
     presser.start()
     with pytest.raises(KeyboardInterrupt):
-        mailbox.progress.wait_for((never,), 30)
+        mailbox.wait_for((never,), 30)
     presser.join()
 
 
@@ -355,7 +359,7 @@ def test_a_thread_that_is_slow_to_begin_its_task_is_not_counted_on(mailbox):
 
 def test_waiting_ends_with_its_time(mailbox):
     never = concurrent.futures.Future()
-    mailbox.progress.wait_for((never,), 0.05)
+    mailbox.wait_for((never,), 0.05)
     assert not never.done()
     future = mailbox.future()
     assert future.result(30)  # the baton was given back
@@ -385,7 +389,7 @@ def test_housekeeping_that_fails_goes_on(mailbox, caplog):
 
     mailbox.progress._receiver.tick = fail
     third = mailbox.third_tick
-    mailbox.progress.wait_for((third,), None)
+    mailbox.wait_for((third,), None)
     assert third.done()
     assert mailbox.future().result(30)
     assert "a broom broke" in caplog.text
