@@ -36,12 +36,17 @@ from jdistgrad.optim.sharding import (
     shard_state as shard_state,
 )
 from jdistgrad.pipeline.pipeline import Pipeline as Pipeline
-from jdistgrad.rpc.api import remote as remote, rpc_all as rpc_all, rpc_async as rpc_async, rpc_sync as rpc_sync
+from jdistgrad.rpc.api import (
+    map as map,
+    remote as remote,
+    rpc_all as rpc_all,
+    rpc_async as rpc_async,
+    rpc_sync as rpc_sync,
+)
 from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
 from jdistgrad.rpc.functions import register as register
 from jdistgrad.rpc.leaving import shutdown as shutdown
 from jdistgrad.rpc.local_workers import LocalWorkers as LocalWorkers, local_workers as local_workers, spawn as spawn
-from jdistgrad.rpc.mapping import map as map
 from jdistgrad.rpc.on import on as on
 from jdistgrad.rpc.rref import RRef as RRef, by_reference as by_reference
 from jdistgrad.rpc.worlds import (

@@ -15,8 +15,8 @@ from jdistgrad.rpc.claims import StandIn
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.futures import done_future
 from jdistgrad.rpc.handles import with_marks
+from jdistgrad.rpc.owned import WHOLE
 from jdistgrad.rpc.rref import RRef, staged_reference
-from jdistgrad.rpc.weights import WHOLE
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.message import as_token
 

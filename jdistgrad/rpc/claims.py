@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from jdistgrad.errors import EncodingError, StaleReferenceError
 from jdistgrad.leaves import LeafSpec
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.rpc.weights import Gift, Weight
+from jdistgrad.rpc.owned import Gift, Weight
 from jdistgrad.wire.message import Parcel
 
 T = TypeVar("T")

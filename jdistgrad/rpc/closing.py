@@ -9,12 +9,12 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Callable
 
 from jdistgrad import errors
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import Mailbox, Part
 from jdistgrad.rpc.peers import Peers
-from jdistgrad.rpc.references import Releasing
 from jdistgrad.rpc.termination import Patience, Report, Survey, describe
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
@@ -32,6 +32,9 @@ log = logging.getLogger("jdistgrad.rpc")
 class Closing(Part):
     """A worker's part in closing the world. It answers surveys from the start; ``run`` takes part in the shutdown.
 
+    Arguments:
+      flush: tells others what has been dropped here.
+
     Attributes:
       wanted: whether this worker is in ``shutdown``, and ``since`` when.
       gone: after this worker was told to close: who has been told too, or has ended.
@@ -39,8 +42,8 @@ class Closing(Part):
       gave_up: the error text of the latest ``run``, if it timed out.
     """
 
-    def __init__(self, mailbox: Mailbox, peers: Peers, releasing: Releasing):
-        self._mailbox, self._peers, self._releasing = mailbox, peers, releasing
+    def __init__(self, mailbox: Mailbox, peers: Peers, flush: Callable[[], None]):
+        self._mailbox, self._peers, self._flush = mailbox, peers, flush
         self.wanted = self.only_serves = False
         self.told_to_close = threading.Event()
         self.gone: set[int] = set()
@@ -201,7 +204,7 @@ class Closing(Part):
 
     def _report(self) -> Report:
         try:
-            self._releasing.flush()
+            self._flush()
         except errors.WireError as error:  # who conducts the end waits for this report
             log.error("%s: what was dropped before the end was not told: %s", self._mailbox.info, error)
         mailbox, lost, now = self._mailbox, tuple(sorted(self._peers.lost)), time.monotonic()

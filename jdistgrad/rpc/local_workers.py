@@ -16,8 +16,8 @@ from jdistgrad.rpc.current import seat
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.leaving import close, shutdown
-from jdistgrad.rpc.opening import open_local, refuse_second_world
 from jdistgrad.rpc.worker import Worker, find_worker
+from jdistgrad.rpc.worlds import open_local, refuse_second_world
 from jdistgrad.threads import started, stop
 from jdistgrad.wire.interrupts import put_off_interrupt, wait_in_slices
 from jdistgrad.wire.local import Hub

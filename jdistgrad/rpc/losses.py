@@ -29,7 +29,6 @@ each other cancels out, and a settlement counts as weight that came from the wor
 
 import collections
 import functools
-import logging
 import threading
 from collections.abc import Iterable
 from typing import Any
@@ -39,14 +38,11 @@ from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.claims import Claim, emptied, gifts_in
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import Mailbox, Part
-from jdistgrad.rpc.owned import Owned, OwnerTable
+from jdistgrad.rpc.owned import NOTHING, WHOLE, Gift, Owned, OwnerTable, Weight
 from jdistgrad.rpc.references import Parts, References
 from jdistgrad.rpc.scopes import Scope
-from jdistgrad.rpc.weights import NOTHING, WHOLE, Gift, Weight
 from jdistgrad.wire.message import Kind, Message, Parcel, spell, worker_of
 from jdistgrad.wire.transport import Task
-
-log = logging.getLogger("jdistgrad.rpc")
 
 
 class Accounts:
@@ -282,7 +278,6 @@ class Losses(Part):
         return None
 
     def awaited(self) -> set[int]:
-        """Return the ranks of the workers whose silence would keep this worker from freeing values."""
         return {survivor for survivor, _ in self._open_settlements()} if self.busy else set()
 
     def on_lost(self, peer: WorkerInfo, why: str) -> None:
@@ -291,18 +286,11 @@ class Losses(Part):
                 self._lost.add(peer.rank)
                 self._settle(peer.rank)
 
-    def _tell(self, peer: int, message: Message) -> None:
-        """Tell another worker of a loss. If that fails, the others must still be told."""
-        try:
-            self._releasing.tell(peer, message)
-        except errors.WireError as error:
-            log.error("%s: what rank %d had to know of a loss was not sent: %s", self._worker.info, peer, error)
-
     # References.
 
     def _settle(self, lost: int) -> None:
         worker, why, self.busy = self._worker, self._peers.reasons[lost], True
-        self._tell(lost, Message(Kind.LOST, worker.rank, lost, (why, 0, False)))  # it may only stand still
+        worker.tell(lost, Message(Kind.LOST, worker.rank, lost, (why, 0, False)))  # it may only stand still
         worker.transport.lose(lost)
         info, text = worker.directory.workers[lost], f"the value was not made: {self._peers.lost[lost]}"
         error = errors.WorkerLostError(text, worker=info)
@@ -310,7 +298,7 @@ class Losses(Part):
             worker.run_counted(functools.partial(entry.value.set_exception, error))
         for peer in set(range(worker.size)) - {worker.rank, *self._lost}:
             count = self._references.forgettable[peer]
-            self._tell(peer, Message(Kind.LOST, worker.rank, lost, (why, count, lost in self._peers.silent)))
+            worker.tell(peer, Message(Kind.LOST, worker.rank, lost, (why, count, lost in self._peers.silent)))
         self._scopes.lost.add(lost)
         worker.run_counted(functools.partial(self._let_go_of_contexts, lost))
         self._end_hold()
@@ -335,7 +323,7 @@ class Losses(Part):
         for lost, owner, count in asked:
             if self._references.forgotten[owner] >= count:
                 balances = self._references.settle(lost, owner)
-                self._tell(owner, Message(Kind.SETTLE, self._worker.rank, lost, balances))
+                self._worker.tell(owner, Message(Kind.SETTLE, self._worker.rank, lost, balances))
             elif owner not in self._lost:
                 self._asked.append((lost, owner, count))
 
@@ -377,7 +365,7 @@ class Losses(Part):
             elif scope is not None:
                 taking_part.setdefault(opener, []).append((identifier, lost in scope.peers()))
         for opener, contexts in taking_part.items():
-            self._tell(opener, Message(Kind.PARTAKE, self._worker.rank, lost, contexts))
+            self._worker.tell(opener, Message(Kind.PARTAKE, self._worker.rank, lost, contexts))
 
     def _takes_part(self, message: Message) -> None:
         """Answer a worker that takes part in contexts which were opened here."""
@@ -388,7 +376,7 @@ class Losses(Part):
                     raise errors.ContextError("closed")
                 scope.includes(message.source)
             except errors.ContextError:
-                self._tell(message.source, Message(Kind.RELEASE, self._worker.rank, identifier))
+                self._worker.tell(message.source, Message(Kind.RELEASE, self._worker.rank, identifier))
                 continue
             if scope.error is not None:
                 self._tell_failed(message.source, scope, message.id)
@@ -403,7 +391,7 @@ class Losses(Part):
 
     def _tell_failed(self, peer: int, scope: Scope, lost: int) -> None:
         if peer not in self._lost and peer != self._worker.rank:
-            self._tell(peer, Message(Kind.BREAK, self._worker.rank, scope.id, (lost, self._peers.reasons[lost])))
+            self._worker.tell(peer, Message(Kind.BREAK, self._worker.rank, scope.id, (lost, self._peers.reasons[lost])))
 
     def _broken(self, message: Message) -> None:
         lost, why = message.body

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from jdistgrad import errors
 from jdistgrad.ffi import sites
 from jdistgrad.leaves import may_be_written
 from jdistgrad.rpc import current, trees
@@ -19,6 +20,7 @@ from jdistgrad.rpc.directory import Directory, WorkerInfo
 from jdistgrad.rpc.functions import describe
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.arrays import identity
+from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import CALLS, ENCODED, WORK, Kind, Message, Parcel, ids_of
 from jdistgrad.wire.transport import Task, Transport
 
@@ -215,6 +217,18 @@ class Mailbox:
                 self.work.sending(peer, -1)
             raise
         return parcel
+
+    def tell(self, peer: int, message: Message) -> errors.WireError | None:
+        """Send a message to a worker that may have gone. An error of the wire is logged, and returned."""
+        try:
+            with put_off_interrupt():
+                self.post(peer, message)
+        except (errors.WorkerLostError, errors.WorldClosedError):
+            log.debug("%s: rank %d has gone before it could be told of %s", self.info, peer, message.kind.name)
+        except errors.WireError as error:
+            log.error("%s: rank %d was not told of %s: %s", self.info, peer, message.kind.name, error)
+            return error
+        return None
 
     def _encode(self, peer: int, message: Message, *, snapshot: bool) -> Parcel | None:
         """Put a message's body into the form in which it travels; return the parcel if it is encoded for the peer."""

@@ -14,11 +14,9 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 
-from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import ON_LOST, Mailbox, Part
-from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -91,10 +89,7 @@ class Peers(Part):
             return
         ask, silent = self.liveness.look(awaited - {mailbox.rank, *self.lost}, now)
         for peer in ask:
-            try:
-                mailbox.post(peer, Message(Kind.PING, mailbox.rank, 0))
-            except errors.DistgradError as error:  # it will be silent
-                log.debug("%s could not ask rank %d for a sign of life: %s", mailbox.info, peer, error)
+            mailbox.tell(peer, Message(Kind.PING, mailbox.rank, 0))
         for peer in silent:
             self.lose_silent(peer, f"it gave no sign of life for {self.liveness.limit:g} s")
 
@@ -141,10 +136,4 @@ class Peers(Part):
         self.left, mailbox = True, self._mailbox
         for peer in range(mailbox.size):
             if peer != mailbox.rank and peer not in self.lost:
-                try:
-                    with put_off_interrupt():
-                        mailbox.post(peer, Message(Kind.LEAVE, mailbox.rank, 0, why))
-                except errors.WorkerLostError:
-                    log.debug("%s: rank %d has gone before", mailbox.info, peer)
-                except (errors.WireError, errors.WorldClosedError) as error:
-                    log.error("%s leaves, which rank %d was not told: %s", mailbox.info, peer, error)
+                mailbox.tell(peer, Message(Kind.LEAVE, mailbox.rank, 0, why))

@@ -2,27 +2,22 @@
 
 import collections
 import concurrent.futures
-import logging
 import threading
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from jdistgrad import errors
 from jdistgrad.rpc.caller import AnyWorker, Caller
 from jdistgrad.rpc.claims import Claim, Drop, emptied, gifts_in
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, Part, current_part
-from jdistgrad.rpc.owned import Owned, OwnerTable
+from jdistgrad.rpc.owned import NOTHING, WHOLE, Owned, OwnerTable, Weight
 from jdistgrad.rpc.scopes import ScopeTable
-from jdistgrad.rpc.weights import NOTHING, WHOLE, Weight
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Kind, Message, Parcel
 
 Parts = list[tuple[int, int, int, bool]]  # of references: id, units and scale of a weight, whether there are accounts
-
-log = logging.getLogger("jdistgrad.rpc")
 
 
 class References:
@@ -181,21 +176,9 @@ class Releasing(Part):
 
     def _tell_all(self, messages: Iterable[tuple[int, Message]]) -> None:
         """Send messages to workers. One that cannot be sent keeps no other back, but is an error."""
-        failed = []
-        for peer, message in messages:
-            try:
-                self.tell(peer, message)
-            except errors.WireError as error:
-                failed.append(error)
+        failed = [error for peer, message in messages if (error := self._mailbox.tell(peer, message)) is not None]
         if failed:
             raise failed[0]
-
-    def tell(self, peer: int, message: Message) -> None:
-        try:
-            with put_off_interrupt():
-                self._mailbox.post(peer, message)
-        except (errors.WorkerLostError, errors.WorldClosedError):
-            log.debug("%s: rank %d has gone before it could be told of %s", self._mailbox.info, peer, message.kind.name)
 
 
 # Functions that every worker serves for the references of other workers.

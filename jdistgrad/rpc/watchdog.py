@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Sequence
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jdistgrad import errors
 from jdistgrad.config import settings
@@ -78,27 +78,86 @@ class Absence(NamedTuple):
     places: tuple[str, ...] = ()
 
 
-@dataclasses.dataclass(eq=False)
-class Participation:
-    """A collective that this worker is in, or a meeting by calls, whose calls find out who does not come.
+class InterruptedCollectiveError(errors.CollectiveError):
+    """A compiled program was interrupted in a collective."""
+
+
+class WatchedBlock:
+    """A block in which a worker takes part in a collective with others, and its watchdog knows.
+
+    Arguments:
+      ranks: the world ranks of all participants.
+      blocking: whether the block is inside MPI, where only ``interrupt``, or else the end of the job, ends a wait.
+      interrupt: ends the collective on all ranks, if they can go on without those that are lost.
+      goes_on: whether the others do not wait for a lost worker.
+      explain: takes an error that ends the block; it may raise a better one.
 
     Attributes:
-      blocking: it waits inside MPI, and only ``interrupt``, or else the end of the job, ends that.
-      interrupt: ends the collective on all ranks that can do without one that is lost.
-      goes_on: whether the others do not wait for a lost worker in it.
       absent: the peers that are elsewhere, each with the reason and since when it has been this one.
     """
 
-    entry: CollectiveEntry
-    peers: frozenset[int]
-    blocking: bool
-    interrupt: Callable[[], None] | None = None
-    goes_on: bool = False
-    thread: int = dataclasses.field(default_factory=threading.get_ident)
-    since: float = dataclasses.field(default_factory=time.monotonic)
-    asked: float = 0.0
-    error: errors.DistgradError | None = None
-    absent: dict[int, tuple[Absence, float]] = dataclasses.field(default_factory=dict)
+    def __init__(
+        self,
+        worker: Mailbox,
+        entry: CollectiveEntry,
+        ranks: Sequence[int],
+        *,
+        blocking: bool = False,
+        interrupt: Callable[[], None] | None = None,
+        goes_on: bool = False,
+        explain: Callable[[Exception], None] = lambda error: None,
+    ):
+        self.worker, self._watchdog, self.entry = worker, worker.part(Watchdog), entry
+        self.peers, self.has_others = frozenset(ranks) - {worker.rank}, len(ranks) > 1
+        self.blocking, self.interrupt, self.goes_on, self._explain = blocking, interrupt, goes_on, explain
+        self.thread, self.since, self.asked = 0, 0.0, 0.0
+        self.error: errors.DistgradError | None = None
+        self.absent: dict[int, tuple[Absence, float]] = {}
+
+    def __enter__(self) -> "WatchedBlock":
+        if self.has_others:
+            self._watchdog.begin(self)
+        return self
+
+    def __exit__(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
+        self._watchdog.end(self)
+        if isinstance(error, Exception):
+            self._explain(error)
+
+    def check(self) -> None:
+        """Raise if somebody that this worker waits for will not come, or its own program has been ended."""
+        if is_cancelled():
+            raise InterruptedCollectiveError(f"{self.entry.what}: Ctrl-C has ended the program that waited in it.")
+        if self.worker.failure is not None:
+            raise self.worker.failure.with_traceback(None)
+        if self.error is not None:
+            raise self.error
+
+    def wait(self, target: Awaited, timeout: float) -> bool:
+        """Wait until messages have completed the target; return False after ``timeout`` seconds."""
+        end = time.monotonic() + timeout
+        while not target.done:
+            self.check()
+            now = time.monotonic()
+            if now >= end:
+                return False
+            with put_off_interrupt():
+                self.worker.transport.wait(target, min(end, now + LOOK_SECONDS))
+        return True
+
+    def places(self, ranks: Sequence[int]) -> dict[int, str]:
+        """Return where some of the participants are in their programs, as far as they still answer."""
+        return {rank: found.place for rank, found in self._watchdog.ask(ranks, self.entry).items()}
+
+    def unfinished(self) -> str:
+        """Say which participants are still in the collective, and where in their programs."""
+        others = sorted(self.peers)
+        found, names = self._watchdog.ask(others, self.entry), self.worker.directory.workers
+        inside = [f"{names[rank]} at {found[rank].place}" for rank in others if rank in found and found[rank].there]
+        left = [f"{names[rank]} at {found[rank].place}" for rank in others if rank in found and not found[rank].there]
+        silent = [str(names[rank]) for rank in others if rank not in found]
+        groups = ("Still in it too", inside), ("Not in it", left), ("Without an answer", silent)
+        return " ".join(f"{what}: {', '.join(those)}." for what, those in groups if those)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,34 +186,25 @@ class Watchdog(Part):
 
     def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Closing):
         self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
-        self.all: dict[int, Participation] = {}
+        self.all: dict[int, WatchedBlock] = {}
 
-    def begin(
-        self,
-        entry: CollectiveEntry,
-        peers: Collection[int],
-        *,
-        blocking: bool,
-        interrupt: Callable[[], None] | None = None,
-        goes_on: bool = False,
-    ) -> Participation:
+    def begin(self, one: WatchedBlock) -> None:
         """Register a collective with other workers, until ``end``. Raises if it blocks and one of them is lost."""
-        one = Participation(entry, frozenset(peers) - {self._mailbox.rank}, blocking, interrupt, goes_on)
+        one.thread, one.since = threading.get_ident(), time.monotonic()
         self.all[id(one)] = one
         for peer, why in list(self._peers.lost.items()):
             self.on_lost(self._mailbox.directory.workers[peer], why)
-        if blocking and one.error is not None:
+        if one.blocking and one.error is not None:
             self.end(one)
             raise one.error
-        return one
 
-    def end(self, participation: Participation) -> None:
-        self.all.pop(id(participation), None)
+    def end(self, block: WatchedBlock) -> None:
+        self.all.pop(id(block), None)
 
-    def _watched(self) -> list[Participation]:
+    def _watched(self) -> list[WatchedBlock]:
         return [one for one in list(self.all.values()) if not one.entry.by_calls]
 
-    def _waits(self) -> list[Participation]:
+    def _waits(self) -> list[WatchedBlock]:
         """Return what this worker waits in; of meetings by calls those of the program itself, not of threads beside."""
         home = self._mailbox.home
         return [one for one in list(self.all.values()) if not one.entry.by_calls or one.thread == home]
@@ -169,7 +219,7 @@ class Watchdog(Part):
             elif peer.rank in one.peers:
                 self._give_up(one, peer.rank, why)
 
-    def _give_up(self, one: Participation, peer: int, why: str) -> None:
+    def _give_up(self, one: WatchedBlock, peer: int, why: str) -> None:
         mailbox = self._mailbox
         what = f"{one.entry.what}, at {where(mailbox.home)}"
         text = f"{mailbox.info} has waited for {time.monotonic() - one.since:.0f} s ({what}): {why}"
@@ -186,7 +236,7 @@ class Watchdog(Part):
                 one.asked = now
                 self._mailbox.run(functools.partial(self._ask, one))
 
-    def _ask(self, one: Participation) -> None:
+    def _ask(self, one: WatchedBlock) -> None:
         for peer, found in self.ask(one.peers, one.entry).items():
             absence = None if found.there or one.entry.may_leave else self._absence(one, peer, found)
             if absence is None:
@@ -199,7 +249,7 @@ class Watchdog(Part):
                 self._tell_deadlocked(one)
                 self._give_up(one, peer, absence.why)
 
-    def _absence(self, one: Participation, peer: int, found: Location) -> Absence | None:
+    def _absence(self, one: WatchedBlock, peer: int, found: Location) -> Absence | None:
         """Return why a worker that is elsewhere will not come, or None if it still may.
 
         A worker that has passed on much data may leave a blocking collective long before the others do. A worker that
@@ -232,7 +282,7 @@ class Watchdog(Part):
             "DataParallels and collectives in one order, and save and restore between the same of them."
         )
 
-    def _tell_deadlocked(self, one: Participation) -> None:
+    def _tell_deadlocked(self, one: WatchedBlock) -> None:
         """Tell each peer that waits in vain for this worker: when the peer asks, this worker will be somewhere else."""
         place = where(self._mailbox.home)
         with within(None):
@@ -277,84 +327,6 @@ def location(asker: int, entry: CollectiveEntry) -> Location:
 def deadlocked(peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
     """End this worker's collectives that a peer, which waits elsewhere, will never join. Served by every worker."""
     current_part(Watchdog).end_deadlocked(peer, entry, mine, place)
-
-
-class InterruptedCollectiveError(errors.CollectiveError):
-    """A compiled program was interrupted in a collective."""
-
-
-class WatchedBlock:
-    """A block in which a worker takes part in a collective with others, and its watchdog knows.
-
-    Arguments:
-      ranks: the world ranks of all participants.
-      blocking: whether the block is inside MPI, where only ``interrupt``, or else the end of the job, ends a wait.
-      interrupt: ends the collective on all ranks, if they can go on without those that are lost.
-      goes_on: whether the others do not wait for a lost worker.
-      explain: takes an error that ends the block; it may raise a better one.
-    """
-
-    def __init__(
-        self,
-        worker: Mailbox,
-        entry: CollectiveEntry,
-        ranks: Sequence[int],
-        *,
-        blocking: bool = False,
-        interrupt: Callable[[], None] | None = None,
-        goes_on: bool = False,
-        explain: Callable[[Exception], None] = lambda error: None,
-    ):
-        self.worker, self._watchdog, self._entry, self._ranks = worker, worker.part(Watchdog), entry, ranks
-        self._modes: dict[str, Any] = {"blocking": blocking, "interrupt": interrupt, "goes_on": goes_on}
-        self._explain, self.has_others = explain, len(ranks) > 1
-        self._participation: Participation | None = None
-
-    def __enter__(self) -> "WatchedBlock":
-        if self.has_others:
-            self._participation = self._watchdog.begin(self._entry, self._ranks, **self._modes)
-        return self
-
-    def __exit__(self, kind: object = None, error: BaseException | None = None, trace: object = None) -> None:
-        if self._participation is not None:
-            self._watchdog.end(self._participation)
-        if isinstance(error, Exception):
-            self._explain(error)
-
-    def check(self) -> None:
-        """Raise if somebody that this worker waits for will not come, or its own program has been ended."""
-        if is_cancelled():
-            raise InterruptedCollectiveError(f"{self._entry.what}: Ctrl-C has ended the program that waited in it.")
-        if self.worker.failure is not None:
-            raise self.worker.failure.with_traceback(None)
-        if self._participation is not None and self._participation.error is not None:
-            raise self._participation.error
-
-    def wait(self, target: Awaited, timeout: float) -> bool:
-        """Wait until messages have completed the target; return False after ``timeout`` seconds."""
-        end = time.monotonic() + timeout
-        while not target.done:
-            self.check()
-            now = time.monotonic()
-            if now >= end:
-                return False
-            with put_off_interrupt():
-                self.worker.transport.wait(target, min(end, now + LOOK_SECONDS))
-        return True
-
-    def places(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return where some of the participants are in their programs, as far as they still answer."""
-        return {rank: found.place for rank, found in self._watchdog.ask(ranks, self._entry).items()}
-
-    def unfinished(self) -> str:
-        """Say which participants are still in the collective, and where in their programs."""
-        others = [rank for rank in self._ranks if rank != self.worker.rank]
-        found, names = self._watchdog.ask(others, self._entry), self.worker.directory.workers
-        inside = [f"{names[rank]} at {found[rank].place}" for rank in others if rank in found and found[rank].there]
-        left = [f"{names[rank]} at {found[rank].place}" for rank in others if rank in found and not found[rank].there]
-        silent = [str(names[rank]) for rank in others if rank not in found]
-        groups = ("Still in it too", inside), ("Not in it", left), ("Without an answer", silent)
-        return " ".join(f"{what}: {', '.join(those)}." for what, those in groups if those)
 
 
 # The lines of the user's program that threads are in: neither this package nor installed code.

@@ -51,7 +51,7 @@ class Worker(Mailbox):
         self.references: References = self.add(kind(self, self.calls), References)
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
         self.losses: Any = self.add(losses().Losses(self)) if self.survives else None
-        self.closing = self.add(Closing(self, self.peers, self.releasing))
+        self.closing = self.add(Closing(self, self.peers, self.releasing.flush))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
         self.groups = self.add(Groups())
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async

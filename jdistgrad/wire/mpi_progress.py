@@ -310,26 +310,17 @@ class Progress:
             except Exception:  # without this thread no call would be served
                 log.exception("housekeeping of %s failed", self._name)
 
-    def _has_standby(self) -> bool:
-        """Return whether another thread can be primary while the primary runs a task; provide it if need be.
-
-        The caller holds ``_counting``.
-        """
-        if self._free < 2:
-            try:
-                self._one_more()
-            except RuntimeError:  # the pool says so, when it is handed a task
-                return False
-        return True
-
     def _leaves_to_run(self) -> bool:
-        """Leave the looking to another thread; return False if there is none.
+        """Leave the looking to another thread, started if need be; return False if there is none.
 
         The next primary must count this thread as busy, and the other must not park meanwhile.
         """
         with self._counting:
-            if not self._has_standby():
-                return False
+            if self._free < 2:
+                try:
+                    self._one_more()
+                except RuntimeError:  # the pool says so, when it is handed a task
+                    return False
             self._free -= 1
             self._busy += 1
             return True

@@ -4,7 +4,7 @@ from fractions import Fraction
 
 from hypothesis import given, strategies as st
 
-from jdistgrad.rpc.weights import WHOLE, Weight
+from jdistgrad.rpc.owned import WHOLE, Weight
 
 
 def value(weight):

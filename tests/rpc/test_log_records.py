@@ -9,7 +9,7 @@ import pytest
 from helpers.worlds import last, on_every_worker, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.rpc.opening import LOGGERS
+from jdistgrad.rpc.worlds import LOGGERS
 from jdistgrad.wire.message import spell
 
 

@@ -10,8 +10,8 @@ from helpers.worlds import on_worker0
 
 import jdistgrad as jd
 from jdistgrad.errors import WorkerLostError
+from jdistgrad.rpc.api import Feed
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.mapping import Feed
 
 pytestmark = pytest.mark.world(1, 3)
 

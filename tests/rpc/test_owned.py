@@ -5,9 +5,8 @@ import types
 
 import pytest
 
-from jdistgrad.rpc.owned import REMEMBERED, OwnerTable
+from jdistgrad.rpc.owned import REMEMBERED, WHOLE, OwnerTable
 from jdistgrad.rpc.references import References
-from jdistgrad.rpc.weights import WHOLE
 
 
 def test_a_fetch_may_overtake_the_creation():

@@ -18,7 +18,7 @@ from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Operation, Shapes, 
 from jdistgrad.autograd.values.typed import MadeOf
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.handles import NO_MARKS
-from jdistgrad.rpc.weights import WHOLE
+from jdistgrad.rpc.owned import WHOLE
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.message import as_token
 
