@@ -7,7 +7,7 @@ import signal
 import time
 
 from jdistgrad.errors import LauncherError
-from jdistgrad.rpc.stacks import ASKED, END, root
+from jdistgrad.rpc.waits import ASKED, END, root
 
 SIGNAL_AFTER = 1.0  # seconds: a rank that does not answer by then is sent SIGUSR1
 PAUSE = 0.05

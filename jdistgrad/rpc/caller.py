@@ -18,11 +18,11 @@ from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.futures import IS_ASYNC, CallFuture, Outcome
-from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox, Part
+from jdistgrad.rpc.mailbox import CALL, CALLBACKS, Mailbox, WorkerPart
 from jdistgrad.rpc.pending import Pending, PendingCalls, call_ended
 from jdistgrad.rpc.traced_hook import is_traced, refuse_traced
 from jdistgrad.wire.interrupts import put_off_interrupt, wait_for_first
-from jdistgrad.wire.message import Kind, Message, spell
+from jdistgrad.wire.message import Message, MessageType, spell
 
 AnyWorker = str | int | WorkerInfo
 Invocation = tuple[Callable[..., Any], Args, Kwargs]
@@ -30,7 +30,7 @@ Invocation = tuple[Callable[..., Any], Args, Kwargs]
 CANNOT_BE_SENT = errors.EncodingError, errors.FunctionError, errors.WireError
 
 
-class Caller(Part):
+class Caller(WorkerPart):
     """The part of a worker that makes calls.
 
     Arguments:
@@ -46,7 +46,7 @@ class Caller(Part):
         mailbox, call = self._mailbox, (function, args, kwargs)
         pending = self._pending(next(mailbox.ids), mailbox.directory.find(to), call, timeout, None)
         with put_off_interrupt():
-            self._send(Kind.CALL, pending, call, snapshot=False)
+            self._send(MessageType.CALL, pending, call, snapshot=False)
             mailbox.transport.wait(pending)
         while not pending.done:  # Ctrl-C has ended the wait, and its handler has raised nothing, or is put off
             wait_for_first(pending.futures(), mailbox.timeout)
@@ -62,10 +62,10 @@ class Caller(Part):
         self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None
     ) -> CallFuture[Any]:
         call = function, args, kwargs
-        return self.start(Kind.CALL, next(self._mailbox.ids), to, call, timeout)
+        return self.start(MessageType.CALL, next(self._mailbox.ids), to, call, timeout)
 
     def start(
-        self, kind: Kind, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None
+        self, kind: MessageType, identifier: int, to: AnyWorker, call: Invocation, timeout: float | None
     ) -> CallFuture[Any]:
         mailbox = self._mailbox
         future = CallFuture[Any](mailbox.transport)
@@ -95,7 +95,7 @@ class Caller(Part):
         for pending in calls:
             try:
                 with put_off_interrupt():
-                    self._send(Kind.CALL, pending, body, snapshot=True)
+                    self._send(MessageType.CALL, pending, body, snapshot=True)
             except Exception as error:
                 self._fail(pending, error)
         return futures
@@ -133,7 +133,7 @@ class Caller(Part):
         origin = current_scope(), threading.get_ident()
         return Pending(identifier, peer, mailbox.info, function, seconds, now + seconds, future, now, *origin)
 
-    def _send(self, kind: Kind, pending: Pending, body: Any, *, snapshot: bool) -> None:
+    def _send(self, kind: MessageType, pending: Pending, body: Any, *, snapshot: bool) -> None:
         """Send a call; if it was made in a scope, the scope then includes the peer."""
         mailbox, peer, scope = self._mailbox, pending.peer.rank, pending.scope
         message = Message(kind, mailbox.rank, pending.id, body)
@@ -162,7 +162,7 @@ class Caller(Part):
             self._mailbox.refuse(message.source, f"a {message.kind.name}", why)
         else:
             if events.sink is not None:
-                call_ended(pending, failed=message.kind is Kind.FAILURE)
+                call_ended(pending, failed=message.kind is MessageType.FAILURE)
             opener = functools.partial(self._outcome, message)
             if pending.future is None:
                 pending.outcome = opener
@@ -172,7 +172,7 @@ class Caller(Part):
 
     def _outcome(self, message: Message) -> Outcome:
         body = self._mailbox.open(message)
-        return (None, body.to_raise()) if message.kind is Kind.FAILURE else (body, None)
+        return (None, body.to_raise()) if message.kind is MessageType.FAILURE else (body, None)
 
     @property
     def busy(self) -> bool:

@@ -13,11 +13,11 @@ from collections.abc import Callable
 
 from jdistgrad import errors
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.mailbox import Mailbox, Part
+from jdistgrad.rpc.mailbox import Mailbox, WorkerPart
 from jdistgrad.rpc.peers import Peers
-from jdistgrad.rpc.termination import Patience, Report, Survey, describe
+from jdistgrad.rpc.termination import Patience, Survey, SurveyReport, describe
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Kind, Message
+from jdistgrad.wire.message import Message, MessageType
 from jdistgrad.wire.polling import poll
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.2e-3, 20e-3
@@ -29,7 +29,7 @@ TOGETHER_SECONDS = 5.0
 log = logging.getLogger("jdistgrad.rpc")
 
 
-class Closing(Part):
+class Closing(WorkerPart):
     """A worker's part in closing the world. It answers surveys from the start; ``run`` takes part in the shutdown.
 
     Arguments:
@@ -107,15 +107,15 @@ class Closing(Part):
             self._log_wait()
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)
-        self._tell_all(Kind.CLOSE)
+        self._tell_all(MessageType.CLOSE)
 
     def _ask_everybody(self) -> None:
         self._round += 1
         self._survey.reports = {}  # those of a round that was given up do not count
         self._round_complete.clear()
-        self._tell_all(Kind.SURVEY)
+        self._tell_all(MessageType.SURVEY)
 
-    def _tell_all(self, kind: Kind) -> None:
+    def _tell_all(self, kind: MessageType) -> None:
         mailbox = self._mailbox
         for peer in sorted(set(range(mailbox.size)) - (self._peers.lost.keys() if mailbox.survives else set())):
             try:
@@ -125,7 +125,7 @@ class Closing(Part):
                 if mailbox.survives:
                     continue
                 self._check()  # its error gives the reason
-                if kind is not Kind.SURVEY or mailbox.rank == self.conductor:
+                if kind is not MessageType.SURVEY or mailbox.rank == self.conductor:
                     raise
                 # Otherwise the peer has left because it was told to close; this worker will be told too.
 
@@ -167,7 +167,7 @@ class Closing(Part):
             waited_for = describe(mailbox.directory.workers, reports, self._peers.lost)
             log.warning("shutdown of %s: waiting %.0f s %s", mailbox.info, now - self.since, waited_for)
 
-    def _reports(self) -> dict[int, Report]:
+    def _reports(self) -> dict[int, SurveyReport]:
         """Return the latest report of each worker that has given one. Who conducts has asked for them already."""
         if self._mailbox.rank != self.conductor:
             self._ask_everybody()
@@ -179,20 +179,20 @@ class Closing(Part):
     # On the transport's thread.
 
     def handle(self, message: Message) -> None:
-        if message.kind is Kind.SURVEY:
-            reply = Message(Kind.REPORT, self._mailbox.rank, message.id, tuple(self._report()))
+        if message.kind is MessageType.SURVEY:
+            reply = Message(MessageType.REPORT, self._mailbox.rank, message.id, tuple(self._report()))
             self._mailbox.post(message.source, reply)
-        elif message.kind is Kind.REPORT and message.id == self._round:
-            self._survey.reports[message.source] = Report(*message.body)
+        elif message.kind is MessageType.REPORT and message.id == self._round:
+            self._survey.reports[message.source] = SurveyReport(*message.body)
             if self._survey.complete:
                 self._round_complete.set()
-        elif message.kind is Kind.CLOSE and self.wanted:
+        elif message.kind is MessageType.CLOSE and self.wanted:
             self.gone.add(message.source)
             if self._mailbox.survives and not self.told_to_close.is_set():  # who says so first may have died meanwhile
                 self.told_to_close.set()
-                self._tell_all(Kind.CLOSE)
+                self._tell_all(MessageType.CLOSE)
             self.told_to_close.set()
-        elif message.kind is Kind.CLOSE:  # this worker timed out just as the others found the world quiet
+        elif message.kind is MessageType.CLOSE:  # this worker timed out just as the others found the world quiet
             for peer in set(range(self._mailbox.size)) - {self._mailbox.rank}:
                 self._peers.lose(peer, "the world was shut down without waiting for this worker any longer")
 
@@ -202,7 +202,7 @@ class Closing(Part):
             if self._survey.complete:
                 self._round_complete.set()
 
-    def _report(self) -> Report:
+    def _report(self) -> SurveyReport:
         try:
             self._flush()
         except errors.WireError as error:  # who conducts the end waits for this report
@@ -211,4 +211,4 @@ class Closing(Part):
         sent, received, serving = mailbox.work.counts(lost)
         busy = bool(serving or any(part.busy for part in mailbox.parts))
         running = tuple((str(one), one.peer, now - one.since) for one in list(mailbox.running.values()))
-        return Report(self.wanted, busy, sent, received, running, lost)
+        return SurveyReport(self.wanted, busy, sent, received, running, lost)

@@ -1,8 +1,8 @@
 """What the workers of a world that survives do when one of them is lost. Other worlds do not load this module.
 
-The calls and collectives that wait for the lost worker fail by themselves (``Part.on_lost``). Here its accounts of
-references are settled, the contexts that it opened are let go, and those that it took part in fail what still waits in
-them. The survivors tell each other whom they have lost, so that all give up the same workers.
+The calls and collectives that wait for the lost worker fail by themselves (``WorkerPart.on_lost``). Here its accounts
+of references are settled, the contexts that it opened are let go, and those that it took part in fail what still waits
+in them. The survivors tell each other whom they have lost, so that all give up the same workers.
 
 A context may have reached this worker through the lost one alone, which would have told of its end. So each survivor
 tells the opener of each context that it still takes part; the opener answers if the context has ended, or if it fails.
@@ -37,11 +37,11 @@ from jdistgrad import errors
 from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.claims import Claim, emptied, gifts_in
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.mailbox import Mailbox, Part
+from jdistgrad.rpc.mailbox import Mailbox, WorkerPart
 from jdistgrad.rpc.owned import NOTHING, WHOLE, Gift, Owned, OwnerTable, Weight
 from jdistgrad.rpc.references import Parts, References
 from jdistgrad.rpc.scopes import Scope
-from jdistgrad.wire.message import Kind, Message, Parcel, spell, worker_of
+from jdistgrad.wire.message import Message, MessageType, Parcel, spell, worker_of
 from jdistgrad.wire.transport import Task
 
 
@@ -202,7 +202,7 @@ class AccountedReferences(References):
         gone = dict[int, list[int]]()
         for peer, identifier in emptied(self._forgettings):
             gone.setdefault(peer, []).append(identifier)
-        told = [(peer, Message(Kind.FORGET, self._mailbox.rank, 0, values)) for peer, values in gone.items()]
+        told = [(peer, Message(MessageType.FORGET, self._mailbox.rank, 0, values)) for peer, values in gone.items()]
         return [*super().news(), *told]
 
     def _note_gifts(self, peer: int, parcel: Parcel) -> None:
@@ -245,7 +245,7 @@ class AccountedReferences(References):
         return list(entries.values())
 
 
-class Losses(Part):
+class Losses(WorkerPart):
     """The lost workers, as one worker deals with them. It is busy until all accounts with them are settled.
 
     Arguments:
@@ -264,16 +264,20 @@ class Losses(Part):
     def take(self, message: Message) -> Task | None:
         """Take a message that is about a loss."""
         worker = self._worker
-        if message.kind is Kind.LOST and message.id == worker.rank:
+        if message.kind is MessageType.LOST and message.id == worker.rank:
             text = f"the other workers go on without {worker.info}, says rank {message.source}: {message.body[0]}"
             worker.given_up_by.add(message.source)
             worker.fail(errors.WorkerLostError(text, worker=worker.info))
             return None
-        if message.kind in (Kind.PARTAKE, Kind.BREAK):
-            handle = self._takes_part if message.kind is Kind.PARTAKE else self._broken
+        if message.kind in (MessageType.PARTAKE, MessageType.BREAK):
+            handle = self._takes_part if message.kind is MessageType.PARTAKE else self._broken
             task: Task = worker.work.counted(functools.partial(handle, message))
             return task
-        handlers = {Kind.LOST: self._lost_elsewhere, Kind.SETTLE: self._take_settlement, Kind.FORGET: self._forget}
+        handlers = {
+            MessageType.LOST: self._lost_elsewhere,
+            MessageType.SETTLE: self._take_settlement,
+            MessageType.FORGET: self._forget,
+        }
         handlers[message.kind](message)
         return None
 
@@ -290,7 +294,7 @@ class Losses(Part):
 
     def _settle(self, lost: int) -> None:
         worker, why, self.busy = self._worker, self._peers.reasons[lost], True
-        worker.tell(lost, Message(Kind.LOST, worker.rank, lost, (why, 0, False)))  # it may only stand still
+        worker.tell(lost, Message(MessageType.LOST, worker.rank, lost, (why, 0, False)))  # it may only stand still
         worker.transport.lose(lost)
         info, text = worker.directory.workers[lost], f"the value was not made: {self._peers.lost[lost]}"
         error = errors.WorkerLostError(text, worker=info)
@@ -298,7 +302,7 @@ class Losses(Part):
             worker.run_counted(functools.partial(entry.value.set_exception, error))
         for peer in set(range(worker.size)) - {worker.rank, *self._lost}:
             count = self._references.forgettable[peer]
-            worker.tell(peer, Message(Kind.LOST, worker.rank, lost, (why, count, lost in self._peers.silent)))
+            worker.tell(peer, Message(MessageType.LOST, worker.rank, lost, (why, count, lost in self._peers.silent)))
         self._scopes.lost.add(lost)
         worker.run_counted(functools.partial(self._let_go_of_contexts, lost))
         self._end_hold()
@@ -323,7 +327,7 @@ class Losses(Part):
         for lost, owner, count in asked:
             if self._references.forgotten[owner] >= count:
                 balances = self._references.settle(lost, owner)
-                self._worker.tell(owner, Message(Kind.SETTLE, self._worker.rank, lost, balances))
+                self._worker.tell(owner, Message(MessageType.SETTLE, self._worker.rank, lost, balances))
             elif owner not in self._lost:
                 self._asked.append((lost, owner, count))
 
@@ -365,7 +369,7 @@ class Losses(Part):
             elif scope is not None:
                 taking_part.setdefault(opener, []).append((identifier, lost in scope.peers()))
         for opener, contexts in taking_part.items():
-            self._worker.tell(opener, Message(Kind.PARTAKE, self._worker.rank, lost, contexts))
+            self._worker.tell(opener, Message(MessageType.PARTAKE, self._worker.rank, lost, contexts))
 
     def _takes_part(self, message: Message) -> None:
         """Answer a worker that takes part in contexts which were opened here."""
@@ -376,7 +380,7 @@ class Losses(Part):
                     raise errors.ContextError("closed")
                 scope.includes(message.source)
             except errors.ContextError:
-                self._worker.tell(message.source, Message(Kind.RELEASE, self._worker.rank, identifier))
+                self._worker.tell(message.source, Message(MessageType.RELEASE, self._worker.rank, identifier))
                 continue
             if scope.error is not None:
                 self._tell_failed(message.source, scope, message.id)
@@ -391,7 +395,9 @@ class Losses(Part):
 
     def _tell_failed(self, peer: int, scope: Scope, lost: int) -> None:
         if peer not in self._lost and peer != self._worker.rank:
-            self._worker.tell(peer, Message(Kind.BREAK, self._worker.rank, scope.id, (lost, self._peers.reasons[lost])))
+            self._worker.tell(
+                peer, Message(MessageType.BREAK, self._worker.rank, scope.id, (lost, self._peers.reasons[lost]))
+            )
 
     def _broken(self, message: Message) -> None:
         lost, why = message.body

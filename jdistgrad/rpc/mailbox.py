@@ -21,7 +21,7 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.threads import ThreadPool
 from jdistgrad.wire.arrays import identity
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import CALLS, ENCODED, WORK, Kind, Message, Parcel, ids_of
+from jdistgrad.wire.message import CALLS, ENCODED, WORK, Message, MessageType, Parcel, ids_of
 from jdistgrad.wire.transport import Task, Transport
 
 log = logging.getLogger("jdistgrad.rpc")
@@ -29,7 +29,7 @@ log = logging.getLogger("jdistgrad.rpc")
 P = TypeVar("P")
 
 
-class Part:
+class WorkerPart:
     """A part of a worker that others are waited for in, or that lost workers concern.
 
     Attributes:
@@ -187,8 +187,8 @@ class Mailbox:
         return part
 
     @property
-    def parts(self) -> list[Part]:
-        return [one for one in list(self._parts.values()) if isinstance(one, Part)]
+    def parts(self) -> list[WorkerPart]:
+        return [one for one in list(self._parts.values()) if isinstance(one, WorkerPart)]
 
     def part(self, kind: type[P]) -> P:
         found: P = self._parts[kind]
@@ -247,7 +247,7 @@ class Mailbox:
                 message.body = function, *(trees.steady((args, kwargs)) if kwargs else (trees.steady(args), kwargs))
             return None
         parcel: Parcel
-        if message.kind is Kind.PUSH:
+        if message.kind is MessageType.PUSH:
             parcel = self.codec.encode_pushed(*body)
         else:
             if message.kind in CALLS and not body[2]:  # no keyword arguments
@@ -278,7 +278,7 @@ class Mailbox:
         body = message.body
         if not isinstance(body, Parcel):
             return body
-        return self.codec.decode_pushed(body) if message.kind is Kind.PUSH else self.codec.decode(body)
+        return self.codec.decode_pushed(body) if message.kind is MessageType.PUSH else self.codec.decode(body)
 
     def refuse(self, source: int, what: str, why: object) -> None:
         self.refused[source] += 1

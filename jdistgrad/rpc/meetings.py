@@ -18,7 +18,7 @@ from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
 from jdistgrad.wire.frames import LONGEST_WORD
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Kind, Message
+from jdistgrad.wire.message import Message, MessageType
 
 AT_ONCE = 200e-6  # for how long the watchdog need not know of a wait
 
@@ -153,7 +153,7 @@ class Members:
         with put_off_interrupt():
             for rank in self.others:
                 try:
-                    worker.transport.send(rank, Message(Kind.MEET, worker.rank, key, body, self.name))
+                    worker.transport.send(rank, Message(MessageType.MEET, worker.rank, key, body, self.name))
                 except WorkerLostError:
                     continue
 
@@ -178,7 +178,7 @@ class Members:
         worker, kind = self.worker, (self.name, self.rank, to, tag)
         number = self._groups.sent.get(kind, 0)
         body = trees.steady(letter) if worker.hands_over else packed(letter)
-        message = Message(Kind.MEET, worker.rank, _letter(self.rank, tag, number), body, self.name)
+        message = Message(MessageType.MEET, worker.rank, _letter(self.rank, tag, number), body, self.name)
         with put_off_interrupt():
             worker.transport.send(self.ranks[to], message)
             self._groups.sent[kind] = number + 1

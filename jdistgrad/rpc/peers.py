@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 
 from jdistgrad.config import settings
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.mailbox import ON_LOST, Mailbox, Part
-from jdistgrad.wire.message import Kind, Message
+from jdistgrad.rpc.mailbox import ON_LOST, Mailbox, WorkerPart
+from jdistgrad.wire.message import Message, MessageType
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -59,7 +59,7 @@ class Liveness:
 Callback = Callable[[WorkerInfo, str], object]
 
 
-class Peers(Part):
+class Peers(WorkerPart):
     """A worker's knowledge of its peers.
 
     Attributes:
@@ -89,7 +89,7 @@ class Peers(Part):
             return
         ask, silent = self.liveness.look(awaited - {mailbox.rank, *self.lost}, now)
         for peer in ask:
-            mailbox.tell(peer, Message(Kind.PING, mailbox.rank, 0))
+            mailbox.tell(peer, Message(MessageType.PING, mailbox.rank, 0))
         for peer in silent:
             self.lose_silent(peer, f"it gave no sign of life for {self.liveness.limit:g} s")
 
@@ -136,4 +136,4 @@ class Peers(Part):
         self.left, mailbox = True, self._mailbox
         for peer in range(mailbox.size):
             if peer != mailbox.rank and peer not in self.lost:
-                mailbox.tell(peer, Message(Kind.LEAVE, mailbox.rank, 0, why))
+                mailbox.tell(peer, Message(MessageType.LEAVE, mailbox.rank, 0, why))

@@ -11,11 +11,11 @@ from jdistgrad.rpc.caller import AnyWorker, Caller
 from jdistgrad.rpc.claims import Claim, Drop, emptied, gifts_in
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
-from jdistgrad.rpc.mailbox import Mailbox, Part, current_part
+from jdistgrad.rpc.mailbox import Mailbox, WorkerPart, current_part
 from jdistgrad.rpc.owned import NOTHING, WHOLE, Owned, OwnerTable, Weight
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Kind, Message, Parcel
+from jdistgrad.wire.message import Message, MessageType, Parcel
 
 Parts = list[tuple[int, int, int, bool]]  # of references: id, units and scale of a weight, whether there are accounts
 
@@ -43,7 +43,7 @@ class References:
         identifier, owner = next(self._mailbox.ids), self._mailbox.directory.find(to).rank
         call = function, args, kwargs
         with put_off_interrupt():
-            future = self._caller.start(Kind.REMOTE, identifier, owner, call, timeout)
+            future = self._caller.start(MessageType.REMOTE, identifier, owner, call, timeout)
             claim = self.claim(identifier, owner, WHOLE)
             claim.created = future
             return claim
@@ -127,10 +127,10 @@ class References:
         dropped = dict[int, Parts]()
         for owner, one, weight in emptied(self.drops):
             dropped.setdefault(owner, []).append((one, weight.units, weight.scale, one in self.accounted))
-        return [(owner, Message(Kind.DROP, self._mailbox.rank, 0, parts)) for owner, parts in dropped.items()]
+        return [(owner, Message(MessageType.DROP, self._mailbox.rank, 0, parts)) for owner, parts in dropped.items()]
 
 
-class Releasing(Part):
+class Releasing(WorkerPart):
     """The part of a worker that releases closed scopes and freed values, and returns dropped weights.
 
     Arguments:
@@ -156,7 +156,7 @@ class Releasing(Part):
                 return
             peers, contents = scope.close()
             try:
-                release = Message(Kind.RELEASE, self._mailbox.rank, identifier)
+                release = Message(MessageType.RELEASE, self._mailbox.rank, identifier)
                 self._tell_all([(peer, release) for peer in peers - {self._mailbox.rank, *self._lost}])
             finally:
                 for content in contents:

@@ -20,7 +20,7 @@ from jdistgrad.rpc.mailbox import Mailbox, Running
 from jdistgrad.rpc.pending import call_served
 from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.scopes import ScopeTable
-from jdistgrad.wire.message import Kind, Message
+from jdistgrad.wire.message import Message, MessageType
 
 OF_REFERENCES = "owner", "to_here", "local_value", "is_owner", "rpc_sync", "rpc_async", "remote"
 BY_VALUE = (
@@ -120,7 +120,7 @@ class Served(Running):
         mailbox, source = self._mailbox, self._message.source
         if failure is None:
             try:
-                mailbox.post(source, Message(Kind.RESULT, mailbox.rank, self._message.id, result))
+                mailbox.post(source, Message(MessageType.RESULT, mailbox.rank, self._message.id, result))
                 return
             except errors.WorkerLostError as lost:
                 if lost.worker in (source, mailbox.directory.workers[source]):
@@ -130,7 +130,7 @@ class Served(Running):
                 to = mailbox.directory.workers[source]
                 text = f"{mailbox.info} cannot send the result of {self} to {to}: {spelled(unsendable)}"
                 failure = self._failure(errors.EncodingError(text))
-        mailbox.post(source, Message(Kind.FAILURE, mailbox.rank, self._message.id, failure))
+        mailbox.post(source, Message(MessageType.FAILURE, mailbox.rank, self._message.id, failure))
 
     def _failure(self, error: BaseException) -> Failure:
         mailbox = self._mailbox

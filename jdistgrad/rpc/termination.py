@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 SHOWN = 3  # calls of one worker
 
 
-class Report(NamedTuple):
+class SurveyReport(NamedTuple):
     """A worker's answer to a survey.
 
     Attributes:
@@ -41,8 +41,8 @@ class Survey:
 
     def __init__(self, size: int):
         self.awaited = set(range(size))
-        self.reports: dict[int, Report] = {}
-        self.before: dict[int, Report] = {}
+        self.reports: dict[int, SurveyReport] = {}
+        self.before: dict[int, SurveyReport] = {}
 
     @property
     def complete(self) -> bool:
@@ -61,11 +61,11 @@ class Survey:
         return still and balanced and agreed and unchanged
 
 
-def _counts(reports: Mapping[int, Report]) -> dict[int, Report]:
+def _counts(reports: Mapping[int, SurveyReport]) -> dict[int, SurveyReport]:
     return {rank: report._replace(serving=()) for rank, report in reports.items()}
 
 
-def describe(workers: Sequence[Any], reports: Mapping[int, Report], lost: Collection[int] = ()) -> str:
+def describe(workers: Sequence[Any], reports: Mapping[int, SurveyReport], lost: Collection[int] = ()) -> str:
     """Describe which workers that are not lost keep a world open, and by what, as far as their reports tell."""
     callers = {caller for report in reports.values() for _, caller, _ in report.serving}
     found = []
@@ -100,7 +100,7 @@ class Patience:
         self._seconds, self.next_look, self._enough, self._still_since = seconds, now + seconds, seconds, now
         self._before: Any = None
 
-    def ends(self, reports: Mapping[int, Report], now: float) -> bool:
+    def ends(self, reports: Mapping[int, SurveyReport], now: float) -> bool:
         """Return whether to log these reports now. If all workers want to close, movement does not postpone that."""
         self.next_look = now + self._seconds
         moved = {rank: (report.sent, report.received) for rank, report in reports.items()}

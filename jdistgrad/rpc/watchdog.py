@@ -25,7 +25,7 @@ from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.mailbox import Mailbox, Part, current_part
+from jdistgrad.rpc.mailbox import Mailbox, WorkerPart, current_part
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.threads import frames
 from jdistgrad.wire.interrupts import put_off_interrupt
@@ -177,7 +177,7 @@ class Location:
     awaits: frozenset[CollectiveEntry]
 
 
-class Watchdog(Part):
+class Watchdog(WorkerPart):
     """The collectives that one worker is in.
 
     Attributes:

@@ -19,7 +19,7 @@ from jdistgrad.rpc.scopes import Inbox, Key, ScopeTable
 from jdistgrad.rpc.server import Served
 from jdistgrad.rpc.watchdog import Watchdog
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Kind, Message, Parcel, ids_of
+from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Message, MessageType, Parcel, ids_of
 from jdistgrad.wire.transport import Task
 
 
@@ -83,7 +83,7 @@ class Worker(Mailbox):
             return
         scope.includes(to)
         with put_off_interrupt():
-            self.post(to, Message(Kind.PUSH, self.rank, scope.id, (key, value)), snapshot=False)
+            self.post(to, Message(MessageType.PUSH, self.rank, scope.id, (key, value)), snapshot=False)
 
     # Messages in.
 
@@ -104,7 +104,7 @@ class Worker(Mailbox):
         self.peers.liveness.heard(source)
         if kind in CALLS:
             self.work.begin(source)
-            value = self.references.announce(message.id).value if kind is Kind.REMOTE else None
+            value = self.references.announce(message.id).value if kind is MessageType.REMOTE else None
             return Served(self, self.scopes, message, value).serve
         try:
             if kind not in ANSWERS:
@@ -117,22 +117,22 @@ class Worker(Mailbox):
 
     def _take_note(self, message: Message) -> Task | None:
         kind, source = message.kind, message.source
-        if kind is Kind.MEET:
+        if kind is MessageType.MEET:
             self.groups.arrived(message)
-        elif kind is Kind.PUSH:
+        elif kind is MessageType.PUSH:
             try:
                 self.scopes.enter(message.id).content(Inbox).arrived(functools.partial(self.open, message))
             except errors.ContextError as closed:
                 self.refuse(source, "a value", closed)
-        elif kind is Kind.RELEASE:
+        elif kind is MessageType.RELEASE:
             return self.work.counted(functools.partial(self.releasing.close_scope, message.id))
-        elif kind is Kind.DROP:
+        elif kind is MessageType.DROP:
             freed = self.references.returned(source, message.body)
             if freed:
                 self.run_counted(freed.clear)  # until references inside the values have returned their weight
-        elif kind is Kind.PING:
-            self.post(source, Message(Kind.PONG, self.rank, 0))
-        elif kind is Kind.LEAVE:
+        elif kind is MessageType.PING:
+            self.post(source, Message(MessageType.PONG, self.rank, 0))
+        elif kind is MessageType.LEAVE:
             self.lost(source, message.body)
         elif self.survives and kind in ABOUT_LOSSES:
             return cast("Task | None", self.losses.take(message))

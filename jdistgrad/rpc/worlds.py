@@ -12,7 +12,7 @@ import jax
 from jdistgrad import errors
 from jdistgrad._compat import forget_failed_effects
 from jdistgrad.config import settings
-from jdistgrad.rpc import current, devices, directory, jax_processes, leaving, stacks
+from jdistgrad.rpc import current, devices, directory, jax_processes, leaving, waits
 from jdistgrad.rpc.caller import checked_timeout
 from jdistgrad.rpc.codec import PickleCodec
 from jdistgrad.rpc.current import seat
@@ -180,7 +180,7 @@ def refuse_second_world(what: str) -> None:
 
 
 def open_local(hub: Hub, rank: int, name: Names, timeout: float) -> Worker:
-    stacks.start_if_asked()
+    waits.start_if_asked()
     if hub.size > 1:
         devices.compile_beside_waiting_programs()
     hello = Hello(name_of(name, rank, hub.size), uuid.uuid4().hex, {})
@@ -193,7 +193,7 @@ def open_local(hub: Hub, rank: int, name: Names, timeout: float) -> Worker:
 
 def open_process(name: Names, timeout: float, *, with_devices: bool, survive: bool) -> Worker:
     """Open the worker of a process that a launcher has started."""
-    stacks.start_if_asked()
+    waits.start_if_asked()
     if survive and with_devices:
         raise errors.WorldError(
             "init(survive=True, devices=True): jax.distributed ends all processes when one dies, and XLA's collectives "
@@ -239,7 +239,7 @@ def _meet(job: Job, hello: Hello, timeout: float, *, with_devices: bool) -> tupl
 
 def _open(world: str, rank: int, workers: Directory, transport: Transport, **settings: Any) -> Worker:
     worker = Worker(world, rank, workers, transport, PickleCodec(), **settings)
-    stacks.workers.add(worker)
+    waits.workers.add(worker)
     for name in LOGGERS:
         logging.getLogger(name).addFilter(add_fields)  # once, however often it is added
     try:

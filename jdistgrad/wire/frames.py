@@ -14,7 +14,7 @@ from typing import Any
 
 from jdistgrad.errors import WireError
 from jdistgrad.wire.arrays import ALIAS_FROM, ALIGNMENT, PADDINGS
-from jdistgrad.wire.message import Kind, Message, Parcel
+from jdistgrad.wire.message import Message, MessageType, Parcel
 
 BULK_FROM = ALIAS_FROM
 HEADER = struct.Struct("<B3xII4xQQQ")  # kind, pieces, bytes attached, number, id, scope
@@ -23,7 +23,7 @@ NO_SCOPE = (1 << 64) - 1
 PLACE = struct.Struct("<Q8x")
 LENGTH = 8  # bytes of one entry in the table of lengths
 LONGEST_FRAME = (1 << 31) - 1  # bytes: MPI counts those of a frame in a C int
-KINDS = {kind.value: kind for kind in Kind}
+KINDS = {kind.value: kind for kind in MessageType}
 
 
 @dataclasses.dataclass(slots=True)
@@ -119,7 +119,7 @@ LONGEST_WORD = 1 << 12
 
 
 def pack_word(identifier: int, scope: int, word: bytes) -> bytes:
-    return WORD.pack(Kind.WORD, identifier, scope) + word
+    return WORD.pack(MessageType.WORD, identifier, scope) + word
 
 
 def unpack_word(frame: bytearray) -> tuple[int, int, bytes]:

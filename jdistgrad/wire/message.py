@@ -47,7 +47,7 @@ def spell(identifier: int) -> str:
     return f"{worker_of(identifier)}:{identifier & ((1 << COUNTER_BITS) - 1)}"
 
 
-class Kind(enum.IntEnum):
+class MessageType(enum.IntEnum):
     """The kind of a message. WORK kinds carry users' work; the others manage the world."""
 
     CALL = 1
@@ -72,12 +72,14 @@ class Kind(enum.IntEnum):
     WORD = 20
 
 
-CALLS = frozenset({Kind.CALL, Kind.REMOTE})
-ANSWERS = frozenset({Kind.RESULT, Kind.FAILURE})
-ABOUT_LOSSES = frozenset({Kind.LOST, Kind.SETTLE, Kind.FORGET, Kind.PARTAKE, Kind.BREAK})
-WORK = CALLS | ANSWERS | ABOUT_LOSSES | {Kind.PUSH, Kind.DROP, Kind.RELEASE}
+CALLS = frozenset({MessageType.CALL, MessageType.REMOTE})
+ANSWERS = frozenset({MessageType.RESULT, MessageType.FAILURE})
+ABOUT_LOSSES = frozenset(
+    {MessageType.LOST, MessageType.SETTLE, MessageType.FORGET, MessageType.PARTAKE, MessageType.BREAK}
+)
+WORK = CALLS | ANSWERS | ABOUT_LOSSES | {MessageType.PUSH, MessageType.DROP, MessageType.RELEASE}
 # Their bodies hold users' values; those of others numbers, strings ...
-ENCODED = CALLS | ANSWERS | {Kind.PUSH, Kind.MEET}
+ENCODED = CALLS | ANSWERS | {MessageType.PUSH, MessageType.MEET}
 
 
 @dataclasses.dataclass(slots=True)
@@ -104,7 +106,7 @@ class Message:
     ``scope``: of a call, the id of the scope it was made in; of a word or letter, the name of the group.
     """
 
-    kind: Kind
+    kind: MessageType
     source: int
     id: int
     body: Any = None

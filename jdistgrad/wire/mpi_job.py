@@ -10,7 +10,7 @@ from jdistgrad.errors import WorldError
 from jdistgrad.wire import mpi_failures, mpi_process
 from jdistgrad.wire.doorbell import Doorbell
 from jdistgrad.wire.memory import SharedMemory
-from jdistgrad.wire.mpi import MPITransport, free_left, worlds_left
+from jdistgrad.wire.mpi_transport import MPITransport, free_left, worlds_left
 from jdistgrad.wire.transport import Transport
 
 # What other ranks need to connect to one: the addresses of its shared memory and of its doorbell; its process, as its

@@ -14,7 +14,7 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.threads import started
 from jdistgrad.wire import frames, launcher_env
 from jdistgrad.wire.local import LocalTransport
-from jdistgrad.wire.message import Kind
+from jdistgrad.wire.message import MessageType
 from jdistgrad.wire.polling import poll
 
 LATE_SECONDS = 0.003
@@ -96,7 +96,9 @@ def sender(transport, lateness):
     genuine = transport.send
 
     def send(peer, message):
-        told_at_once = peer == transport.rank or message.kind is Kind.LEAVE  # the others see at once who has left
+        told_at_once = (
+            peer == transport.rank or message.kind is MessageType.LEAVE
+        )  # the others see at once who has left
         if not told_at_once and lateness.of(message.kind):
             lateness.send_late(lambda: genuine(peer, message))
         else:
@@ -122,7 +124,7 @@ def make_unruly(chance, transport=None):
 def make_all_unruly(seed):
     """Let every world that is opened from now on deliver some messages late."""
     if launcher_env.launched():
-        from jdistgrad.wire.mpi import MPITransport
+        from jdistgrad.wire.mpi_transport import MPITransport
 
         _make_unruly_from_the_start(MPITransport, seed)
     _make_unruly_from_the_start(LocalTransport, seed)

@@ -12,7 +12,7 @@ import jdistgrad as jd
 from jdistgrad.rpc.references import value_of
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.message import Kind
+from jdistgrad.wire.message import MessageType
 
 
 @on_worker0
@@ -86,7 +86,7 @@ def calls_held_back():
     genuine = transport.send
 
     def send(peer, message):
-        held.append((peer, message)) if message.kind is Kind.CALL else genuine(peer, message)
+        held.append((peer, message)) if message.kind is MessageType.CALL else genuine(peer, message)
 
     transport.send = send
     try:

@@ -24,7 +24,7 @@ from helpers.worlds import last, nap, rank
 
 import jdistgrad as jd
 from jdistgrad._compat import weakly_typed
-from jdistgrad.rpc.stacks import waits_of
+from jdistgrad.rpc.waits import waits_of
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files
 from jdistgrad.wire.polling import poll

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.rpc.stacks import waits_of
+from jdistgrad.rpc.waits import waits_of
 from jdistgrad.rpc.watchdog import calls_package
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import desk as desks

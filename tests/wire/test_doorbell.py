@@ -12,7 +12,7 @@ import pytest
 from jdistgrad.wire import doorbell as doorbells, launcher_env
 from jdistgrad.wire.doorbell import AWAKE, BELLS, SERVES, WAITS, Doorbell
 from jdistgrad.wire.memory import NBYTES, SharedMemory
-from jdistgrad.wire.message import Kind, Message, Parcel
+from jdistgrad.wire.message import Message, MessageType, Parcel
 
 FOR_EVER = 3600.0  # of a sleep that only a ring ends; the guard of the tests ends it otherwise
 
@@ -189,7 +189,7 @@ def transport_of_all_ranks():
     """Yield a transport of all ranks, which nobody looks for by itself, and what it receives."""
     from mpi4py import MPI
 
-    from jdistgrad.wire.mpi import MPITransport
+    from jdistgrad.wire.mpi_transport import MPITransport
 
     comm, memory, received = MPI.COMM_WORLD.Dup(), SharedMemory(), Received()
     bell = Doorbell(memory)
@@ -215,7 +215,7 @@ def test_nobody_sleeps_who_has_not_looked_for_the_end_of_what_is_being_sent():
     larger = memoryview(bytes(NBYTES))  # than what ranks share, so that MPI sends it
     with transport_of_all_ranks() as (transport, comm, received):
         if comm.rank == 0 and comm.size > 1:
-            transport.send(1, Message(Kind.PUSH, 0, 7, Parcel(memoryview(b""), [larger])))
+            transport.send(1, Message(MessageType.PUSH, 0, 7, Parcel(memoryview(b""), [larger])))
             sleep(transport)
         comm.Barrier()
         while transport._outgoing or (comm.rank == 1 and not received):

@@ -4,10 +4,10 @@ import numpy as np
 from hypothesis import given, strategies as st
 
 from jdistgrad.wire import frames
-from jdistgrad.wire.message import Kind, Message, Parcel
+from jdistgrad.wire.message import Message, MessageType, Parcel
 
 
-def pack(pieces, kind=Kind.CALL, attached=b"", scope=None, **put):
+def pack(pieces, kind=MessageType.CALL, attached=b"", scope=None, **put):
     views = [memoryview(piece) for piece in pieces]
     parcel = Parcel(views[0], views[1:], attached) if views else None
     return frames.pack(Message(kind, 0, 5, scope=scope), parcel, 77, **put)
@@ -15,7 +15,7 @@ def pack(pieces, kind=Kind.CALL, attached=b"", scope=None, **put):
 
 @given(
     st.lists(st.binary(max_size=100), max_size=6),
-    st.sampled_from(Kind),
+    st.sampled_from(MessageType),
     st.none() | st.integers(0, 1 << 62),
     st.binary(max_size=50),
 )

@@ -13,7 +13,7 @@ import jdistgrad as jd
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.scopes import Inbox
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.message import Kind
+from jdistgrad.wire.message import MessageType
 from jdistgrad.wire.polling import poll
 
 
@@ -85,4 +85,4 @@ def test_messages_that_come_late_change_nothing(big_world, rank, size):
     jd.barrier()  # nobody has called a worker that is not unruly yet
     assert work(rank, size, 1) == quiet
     jd.barrier()  # the others have called this worker too
-    assert {Kind.CALL, Kind.RESULT} <= lateness.late
+    assert {MessageType.CALL, MessageType.RESULT} <= lateness.late

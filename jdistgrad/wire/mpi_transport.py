@@ -23,7 +23,7 @@ from jdistgrad import errors
 from jdistgrad.wire import frames
 from jdistgrad.wire.doorbell import SERVES, WAITS, Doorbell
 from jdistgrad.wire.memory import BufferPool, SharedMemory
-from jdistgrad.wire.message import ENCODED, Kind, Message, Parcel
+from jdistgrad.wire.message import ENCODED, Message, MessageType, Parcel
 from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
 from jdistgrad.wire.mpi_process import chunks
 from jdistgrad.wire.mpi_progress import Progress
@@ -266,7 +266,7 @@ class MPITransport(Transport):
 
     def _frame_complete(self, source: int, data: bytearray) -> Task | None:
         """Take a complete frame: deliver its message, or start to receive its large pieces."""
-        if data[0] == Kind.WORD:
+        if data[0] == MessageType.WORD:
             self._receiver.word(source, *frames.unpack_word(data))
             return None
         frame = frames.unpack(data, source)
