@@ -1,7 +1,6 @@
 """The device of each worker: a GPU of the node for each process, a device of the process for each local worker."""
 
 import ctypes
-import functools
 import logging
 import os
 import pathlib
@@ -107,14 +106,9 @@ def compile_beside_waiting_programs() -> None:
         if visible_gpus():
             os.environ["XLA_FLAGS"] = f"{flags} {TUNING}=0".strip()
     elif jax.default_backend() == "gpu":
-        _say_who_may_wait()
-
-
-@functools.cache
-def _say_who_may_wait() -> None:
-    log.warning(
-        "the workers of this process share a GPU that JAX has opened before them. A compiled program that waits for a "
-        "worker that compiles may wait for ever: set XLA_FLAGS=%s=0 before you start Python, or open the workers "
-        "before the first array.",
-        TUNING,
-    )
+        log.warning(
+            "the workers of this process share a GPU that JAX has opened before them. A compiled program that waits "
+            "for a worker that compiles may wait for ever: set XLA_FLAGS=%s=0 before you start Python, or open the "
+            "workers before the first array.",
+            TUNING,
+        )

@@ -73,6 +73,15 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         if self._transport is not None:
             self._transport.wake()
 
+    def _compute(self, compute: Callable[[], T]) -> None:
+        """Complete the future with a result that is computed now, or the exception that this raises."""
+        outcome: Outcome
+        try:
+            outcome = compute(), None
+        except BaseException as error:
+            outcome = None, error
+        self.answer(lambda: outcome, lambda task: task())
+
     def _read(self) -> None:
         with self._opening:
             if self._open is not None:
@@ -119,13 +128,11 @@ class CallFuture(Corrected, Later, InterruptibleFuture[T]):
         scope = current_scope()
 
         def run(future: concurrent.futures.Future[T]) -> None:
-            outcome: Outcome
-            try:
+            def result() -> U:
                 with within(scope):
-                    outcome = fn(future.result()), None
-            except BaseException as error:
-                outcome = None, error
-            after.answer(lambda: outcome, lambda task: task())
+                    return fn(future.result())
+
+            after._compute(result)
             if after._transport is not None:
                 after._transport.wake()
 
@@ -165,12 +172,7 @@ class CallFutures(tuple[CallFuture[T], ...]):
 def done_future(compute: Callable[[], T]) -> CallFuture[T]:
     """Return a future of a result that is computed now, or of the exception that this raises."""
     future: CallFuture[T] = CallFuture(None)
-    outcome: Outcome
-    try:
-        outcome = compute(), None
-    except Exception as error:
-        outcome = None, error
-    future.answer(lambda: outcome, lambda task: task())
+    future._compute(compute)
     return future
 
 

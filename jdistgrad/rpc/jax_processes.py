@@ -29,6 +29,7 @@ from jdistgrad.errors import WorldError
 
 NO_PROXY = "no_grpc_proxy"
 TRIAL_SECONDS = 3.0
+LOOPBACK = "127.0.0.1"
 SIOCGIFADDR = 0x8915  # Linux's request for the address of a network interface
 
 # Whether jax.distributed can be started in a process.
@@ -43,14 +44,13 @@ class Offer:
 
     Attributes:
       readiness: READY, STARTED or LATE.
-      machine: differs between machines, also those that have one name, and between containers of one machine.
-      hosts: the names and addresses by which other nodes may reach rank 0, the likeliest first.
+      hosts: the names and addresses by which others may reach rank 0, the likeliest first. By the first one they do
+        if all are on one machine, and in one container: the answer to the trial is of rank 0.
       port: rank 0's, which it has bound.
       trial: where the ranks see whether they reach rank 0.
     """
 
     readiness: str
-    machine: str
     hosts: tuple[str, ...] = ()
     port: int = 0
     trial: Trial = (0, "")
@@ -95,13 +95,11 @@ class Port:
 def offer(port: Port | None) -> Offer:
     """Return this rank's part of the start. ``port``: rank 0's."""
     late = LATE if backends_are_initialized() else READY
-    readiness, machine = STARTED if jax.distributed.is_initialized() else late, socket.gethostname()
-    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id") as started:
-        machine += f" {started.read()} {os.stat('/proc/self/ns/net').st_ino}"
+    readiness = STARTED if jax.distributed.is_initialized() else late
     if port is None:
-        return Offer(readiness, machine)
+        return Offer(readiness)
     hosts = (settings.host,) if settings.host else (socket.gethostname(), *addresses())
-    return Offer(readiness, machine, hosts, port.number, port.trial)
+    return Offer(readiness, (LOOPBACK, *hosts), port.number, port.trial)
 
 
 def addresses() -> list[str]:
@@ -146,8 +144,6 @@ def address(offers: Sequence[Offer], gather: Callable[[Any], list[Any]]) -> str:
       WorldError: there is none; raised on every rank.
     """
     first, missed = offers[0], list[str]()
-    if len({one.machine for one in offers}) == 1:
-        return f"127.0.0.1:{first.port}"
     for host in first.hosts:
         found = gather(reaches(host, first.trial))
         if all(found):

@@ -5,6 +5,7 @@ import functools
 import math
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 from jdistgrad import events
@@ -96,17 +97,10 @@ class PendingCalls:
             return call
 
     def expire(self, now: float) -> list[Pending]:
-        with self._lock:
-            expired = [call for call in self._by_id.values() if call.deadline <= now]
-            self._remove(expired)
-            self.first_deadline = min((call.deadline for call in self._by_id.values()), default=math.inf)
-            return expired
+        return self._remove(lambda call: call.deadline <= now)
 
     def close_all(self, peer: int | None = None) -> list[Pending]:
-        with self._lock:
-            calls = [call for call in self._by_id.values() if peer is None or call.peer.rank == peer]
-            self._remove(calls)
-            return calls
+        return self._remove(lambda call: peer is None or call.peer.rank == peer)
 
     def now(self) -> list[Pending]:
         """Return all calls, without the lock: a thread that stands still may hold it."""
@@ -116,10 +110,14 @@ class PendingCalls:
         with self._lock:
             return {call.peer.rank for call in self._by_id.values()}
 
-    def _remove(self, calls: list[Pending]) -> None:
-        for call in calls:
-            del self._by_id[call.id]
-            self._left(call)
+    def _remove(self, ends: Callable[[Pending], bool]) -> list[Pending]:
+        with self._lock:
+            calls = [call for call in self._by_id.values() if ends(call)]
+            for call in calls:
+                del self._by_id[call.id]
+                self._left(call)
+            self.first_deadline = min((call.deadline for call in self._by_id.values()), default=math.inf)
+            return calls
 
     def _left(self, call: Pending) -> None:
         self.bytes -= call.bytes

@@ -25,7 +25,7 @@ from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.directory import WorkerInfo
-from jdistgrad.rpc.mailbox import Mailbox, WorkerPart, current_part
+from jdistgrad.rpc.mailbox import Mailbox, WorkerPart, current_mailbox, current_part
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.threads import frames
 from jdistgrad.wire.interrupts import put_off_interrupt
@@ -185,7 +185,7 @@ class Watchdog(WorkerPart):
     """
 
     def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Closing):
-        self._mailbox, self._caller, self._peers, self._closing = mailbox, caller, peers, closing
+        self._mailbox, self._caller, self._peers, self.closing = mailbox, caller, peers, closing
         self.all: dict[int, WatchedBlock] = {}
 
     def begin(self, one: WatchedBlock) -> None:
@@ -201,19 +201,19 @@ class Watchdog(WorkerPart):
     def end(self, block: WatchedBlock) -> None:
         self.all.pop(id(block), None)
 
-    def _watched(self) -> list[WatchedBlock]:
+    def watched(self) -> list[WatchedBlock]:
         return [one for one in list(self.all.values()) if not one.entry.by_calls]
 
-    def _waits(self) -> list[WatchedBlock]:
+    def waits(self) -> list[WatchedBlock]:
         """Return what this worker waits in; of meetings by calls those of the program itself, not of threads beside."""
         home = self._mailbox.home
         return [one for one in list(self.all.values()) if not one.entry.by_calls or one.thread == home]
 
     def awaited(self) -> set[int]:
-        return set().union(*(one.peers for one in self._watched()))
+        return set().union(*(one.peers for one in self.watched()))
 
     def on_lost(self, peer: WorkerInfo, why: str) -> None:
-        for one in self._watched():
+        for one in self.watched():
             if peer.rank in one.peers and one.goes_on:
                 one.peers -= {peer.rank}
             elif peer.rank in one.peers:
@@ -231,7 +231,7 @@ class Watchdog(WorkerPart):
                 one.interrupt()
 
     def tick(self, now: float) -> None:
-        for one in self._watched():
+        for one in self.watched():
             if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
                 one.asked = now
                 self._mailbox.run(functools.partial(self._ask, one))
@@ -246,8 +246,7 @@ class Watchdog(WorkerPart):
             if known is None or known[0][2:] != absence[2:]:
                 one.absent[peer] = absence, now
             elif now - known[1] >= absence.seconds and one.error is None and id(one) in self.all:
-                self._tell_deadlocked(one)
-                self._give_up(one, peer, absence.why)
+                self.give_up_crossed(one, peer, absence.why)
 
     def _absence(self, one: WatchedBlock, peer: int, found: Location) -> Absence | None:
         """Return why a worker that is elsewhere will not come, or None if it still may.
@@ -260,42 +259,37 @@ class Watchdog(WorkerPart):
         if one.blocking:
             why = f"{info} entered this collective and is elsewhere now, at {found.place}"
             return Absence(why, settings.silence_seconds)
-        if found.closing and not self._closing.wanted:
+        if found.closing and not self.closing.wanted:
             return Absence(f"{info} will not come, it {found.closing}", ASK_SECONDS)
         home = self._mailbox.home
-        comes_to_none = calls_package(home) and not self._closing.wanted
-        elsewhere = {one for one in found.awaits if not self._has_sent(one)} - {each.entry for each in self._waits()}
+        comes_to_none = calls_package(home) and not self.closing.wanted
+        elsewhere = {one for one in found.awaits if not self.has_sent(one)} - {each.entry for each in self.waits()}
         awaits = frozenset(each for each in elsewhere if comes_to_none or not each.by_calls)
         if not awaits:
             return None
-        why = self._waits_elsewhere(peer, awaits, found.place)
+        why = self.waits_elsewhere(peer, awaits, found.place)
         return Absence(why, CROSSED_SECONDS, awaits, (found.place, where(home)))
 
-    def _has_sent(self, entry: CollectiveEntry) -> bool:
+    def has_sent(self, entry: CollectiveEntry) -> bool:
         """Return whether this worker has sent its word, or the letter, that an entry is about: it need not stay."""
         return self._mailbox.part(Groups).sent.get(entry.group, -1) > entry.turn
 
-    def _waits_elsewhere(self, peer: int, awaited: Collection[CollectiveEntry], place: str) -> str:
+    def waits_elsewhere(self, peer: int, awaited: Collection[CollectiveEntry], place: str) -> str:
         return (
             f"{self._mailbox.directory.workers[peer]} will not come, it waits for this worker elsewhere "
             f"({' and '.join(sorted(each.what for each in awaited))}), at {place}. Every rank must use its "
             "DataParallels and collectives in one order, and save and restore between the same of them."
         )
 
-    def _tell_deadlocked(self, one: WatchedBlock) -> None:
-        """Tell each peer that waits in vain for this worker: when the peer asks, this worker will be somewhere else."""
+    def give_up_crossed(self, one: WatchedBlock, peer: int, why: str) -> None:
+        """End a collective, and tell each peer that waits in vain for this worker, which soon is somewhere else."""
         place = where(self._mailbox.home)
         with within(None):
-            for peer, (absence, _) in one.absent.items():
+            for other, (absence, _) in one.absent.items():
                 if absence.awaits:
                     args = self._mailbox.rank, one.entry, absence.awaits, place
-                    self._caller.rpc_async(peer, deadlocked, args, {}, ANSWER_SECONDS)
-
-    def end_deadlocked(self, peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
-        for one in self._watched():
-            if one.entry in mine and one.error is None:
-                self._tell_deadlocked(one)
-                self._give_up(one, peer, self._waits_elsewhere(peer, [entry], place))
+                    self._caller.rpc_async(other, deadlocked, args, {}, ANSWER_SECONDS)
+        self._give_up(one, peer, why)
 
     def ask(self, peers: Collection[int], entry: CollectiveEntry) -> dict[int, Location]:
         with within(None):
@@ -306,27 +300,31 @@ class Watchdog(WorkerPart):
             }
         return {peer: future.result() for peer, future in asked.items() if future.exception() is None}
 
-    def location(self, asker: int, entry: CollectiveEntry) -> Location:
-        shared = [one for one in self._waits() if asker in one.peers]
-        awaits = frozenset(one.entry for one in shared if not one.blocking)
-        there = self._has_sent(entry) or any(one.entry == entry for one in shared)
-        running = [one.function for one in list(self._mailbox.running.values()) if one.thread]
-        serves_users = any(one is not location and one is not deadlocked for one in running)
-        if self._closing.only_serves:
-            place, closing = "jdistgrad.local_workers(), without a program", ONLY_SERVES
-        else:
-            place = where(self._mailbox.home)
-            closing = f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
-        return Location(there, closing if self._closing.wanted and not serves_users else "", place, awaits)
+
+# Functions that every worker serves for the watchdogs of others.
 
 
 def location(asker: int, entry: CollectiveEntry) -> Location:
-    return current_part(Watchdog).location(asker, entry)
+    dog, worker = current_part(Watchdog), current_mailbox()
+    shared = [one for one in dog.waits() if asker in one.peers]
+    awaits = frozenset(one.entry for one in shared if not one.blocking)
+    there = dog.has_sent(entry) or any(one.entry == entry for one in shared)
+    running = [one.function for one in list(worker.running.values()) if one.thread]
+    serves_users = any(one is not location and one is not deadlocked for one in running)
+    if dog.closing.only_serves:
+        place, closing = "jdistgrad.local_workers(), without a program", ONLY_SERVES
+    else:
+        place = where(worker.home)
+        closing = f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
+    return Location(there, closing if dog.closing.wanted and not serves_users else "", place, awaits)
 
 
 def deadlocked(peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
-    """End this worker's collectives that a peer, which waits elsewhere, will never join. Served by every worker."""
-    current_part(Watchdog).end_deadlocked(peer, entry, mine, place)
+    """End this worker's collectives that a peer, which waits elsewhere, will never join."""
+    dog = current_part(Watchdog)
+    for one in dog.watched():
+        if one.entry in mine and one.error is None:
+            dog.give_up_crossed(one, peer, dog.waits_elsewhere(peer, [entry], place))
 
 
 # The lines of the user's program that threads are in: neither this package nor installed code.

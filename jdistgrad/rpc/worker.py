@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from jdistgrad import errors
 from jdistgrad.ffi.sites import waiting
@@ -23,13 +23,6 @@ from jdistgrad.wire.message import ABOUT_LOSSES, ANSWERS, CALLS, WORK, Message, 
 from jdistgrad.wire.transport import Task
 
 
-def losses() -> Any:
-    """Return the module that only worlds that survive need."""
-    from jdistgrad.rpc import losses
-
-    return losses
-
-
 class Worker(Mailbox):
     """A worker of a world.
 
@@ -47,10 +40,15 @@ class Worker(Mailbox):
         self.scopes, self.messages = ScopeTable(self.rank), ids_of(self.rank)
         self.peers = self.add(Peers(self))
         self.calls = self.add(Caller(self, self._check))
-        kind = losses().AccountedReferences if self.survives else References
-        self.references: References = self.add(kind(self, self.calls), References)
+        self.references = References(self, self.calls)
+        if self.survives:
+            from jdistgrad.rpc.losses import AccountedReferences, Losses
+
+            self.references = AccountedReferences(self, self.calls)
+        self.add(self.references, References)
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
-        self.losses: Any = self.add(losses().Losses(self)) if self.survives else None
+        if self.survives:
+            self.losses = self.add(Losses(self))
         self.closing = self.add(Closing(self, self.peers, self.releasing.flush))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
         self.groups = self.add(Groups())
@@ -135,7 +133,7 @@ class Worker(Mailbox):
         elif kind is MessageType.LEAVE:
             self.lost(source, message.body)
         elif self.survives and kind in ABOUT_LOSSES:
-            return cast("Task | None", self.losses.take(message))
+            return self.losses.take(message)
         else:
             self.closing.handle(message)
         return None

@@ -6,10 +6,10 @@ import pytest
 
 from jdistgrad.errors import WorldError
 from jdistgrad.rpc import jax_processes
-from jdistgrad.rpc.jax_processes import Offer, Port, address, must_start
+from jdistgrad.rpc.jax_processes import Offer, Port, address, must_start, offer
 
 KINDS = jax_processes.READY, jax_processes.STARTED, jax_processes.LATE
-READY, STARTED, LATE = (Offer(kind, "first", ("node1",), 4000 + k) for k, kind in enumerate(KINDS))
+READY, STARTED, LATE = (Offer(kind, ("node1",), 4000 + k) for k, kind in enumerate(KINDS))
 
 
 def test_when_there_is_something_to_start():
@@ -27,12 +27,15 @@ def test_when_there_is_something_to_start():
 
 
 def test_ranks_of_one_machine_meet_at_its_loopback_address():
-    assert address([READY, READY], gather=lambda one: pytest.fail("nothing to find out")) == "127.0.0.1:4000"
+    port = Port()
+    first = offer(port)
+    assert address([first, READY], gather=lambda found: [found, found]) == f"127.0.0.1:{port.number}"
+    port.close()
 
 
 def test_ranks_of_several_machines_meet_where_all_reach_the_first():
-    port, other = Port(), Offer(jax_processes.READY, "second")
-    first = Offer(jax_processes.READY, "first", ("unknown.invalid", "localhost", "127.0.0.1", "::1"), 4000, port.trial)
+    port, other = Port(), Offer(jax_processes.READY)
+    first = Offer(jax_processes.READY, ("unknown.invalid", "localhost", "127.0.0.1", "::1"), 4000, port.trial)
     said = []
 
     def gather(found):  # two other ranks, one of which does not know rank 0's machine as localhost
@@ -41,7 +44,7 @@ def test_ranks_of_several_machines_meet_where_all_reach_the_first():
 
     assert address([first, other, other], gather) == "127.0.0.1:4000"
     assert said == [False, True, True]
-    numbered = Offer(jax_processes.READY, "first", ("::1",), 4000, port.trial)
+    numbered = Offer(jax_processes.READY, ("::1",), 4000, port.trial)
     assert address([numbered, other], lambda _: [True, True]) == "[::1]:4000"
     port.close()
 
@@ -51,11 +54,11 @@ def test_ranks_that_reach_the_first_by_no_name_say_so():
     closed.close()
     trials = [(port.trial[0], "another process"), closed.trial]  # who is there is not rank 0, or nobody is
     for trial in trials:
-        first = Offer(jax_processes.READY, "first", ("localhost", "127.0.0.1"), 4000, trial)
+        first = Offer(jax_processes.READY, ("localhost", "127.0.0.1"), 4000, trial)
         with pytest.raises(
             WorldError, match=r"by localhost \(not by ranks \[1\]\), nor by 127\.0\.0\.1 .*JDISTGRAD_HOST"
         ):
-            address([first, Offer(jax_processes.READY, "second")], lambda found: [True, found])
+            address([first, Offer(jax_processes.READY)], lambda found: [True, found])
     port.close()
 
 
