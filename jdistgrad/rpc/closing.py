@@ -16,7 +16,6 @@ from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import Mailbox, WorkerPart
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.termination import Patience, Survey, SurveyReport, describe
-from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import Message, MessageType
 from jdistgrad.wire.polling import poll
 
@@ -56,12 +55,12 @@ class Closing(WorkerPart):
     @property
     def conductor(self) -> int:
         """Return the rank of the worker that finds out when the world is quiet."""
-        return min(set(range(self._mailbox.size)) - self._peers.lost.keys(), default=self._mailbox.rank)
+        return min(self._peers.others | {self._mailbox.rank})
 
     def awaited(self) -> set[int]:
         if not self.wanted or self.told_to_close.is_set():
             return set()
-        return {self.conductor} if self._mailbox.rank != self.conductor else set(range(self._mailbox.size))
+        return {self.conductor} if self._mailbox.rank != self.conductor else self._peers.others
 
     def run(self, timeout: float, *, only_serves: bool = False) -> None:
         """Return when the world is quiet, together with all other workers.
@@ -88,8 +87,7 @@ class Closing(WorkerPart):
                     self._conduct()
                 self._wait(self.told_to_close)
             if mailbox.survives:
-                everybody = set(range(mailbox.size))
-                poll(lambda: self.gone | self._peers.lost.keys() | {mailbox.rank} >= everybody, TOGETHER_SECONDS)
+                poll(lambda: self.gone >= self._peers.others, TOGETHER_SECONDS)
         except errors.CallTimeoutError as error:
             self.wanted = False
             mailbox.transport.serve_only(only=False)
@@ -117,17 +115,10 @@ class Closing(WorkerPart):
 
     def _tell_all(self, kind: MessageType) -> None:
         mailbox = self._mailbox
-        for peer in sorted(set(range(mailbox.size)) - (self._peers.lost.keys() if mailbox.survives else set())):
-            try:
-                with put_off_interrupt():
-                    mailbox.post(peer, Message(kind, mailbox.rank, self._round))
-            except errors.WorkerLostError:
-                if mailbox.survives:
-                    continue
-                self._check()  # its error gives the reason
-                if kind is not MessageType.SURVEY or mailbox.rank == self.conductor:
-                    raise
-                # Otherwise the peer has left because it was told to close; this worker will be told too.
+        for peer in sorted(self._peers.others | {mailbox.rank}):
+            error = mailbox.tell(peer, Message(kind, mailbox.rank, self._round))
+            if error is not None:
+                raise error
 
     def _wait(self, event: threading.Event) -> None:
         """Wait for an event, or until another worker has to conduct."""
@@ -193,7 +184,7 @@ class Closing(WorkerPart):
                 self._tell_all(MessageType.CLOSE)
             self.told_to_close.set()
         elif message.kind is MessageType.CLOSE:  # this worker timed out just as the others found the world quiet
-            for peer in set(range(self._mailbox.size)) - {self._mailbox.rank}:
+            for peer in self._peers.others:
                 self._peers.lose(peer, "the world was shut down without waiting for this worker any longer")
 
     def on_lost(self, peer: WorkerInfo, why: str) -> None:

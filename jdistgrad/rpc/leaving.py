@@ -213,14 +213,14 @@ def _die(worker: "Worker", why: str) -> None:
     try:
         if not worker.closed:
             worker.peers.leave(why)
-            poll(lambda: worker.given_up_by >= others_of(worker), TOLD_SECONDS)
-            if not poll(lambda: worker.given_up_by or not others_of(worker), settings.silence_seconds):
-                for rank in others_of(worker):  # an mpirun that goes on without the dead leaves these behind
+            poll(lambda: worker.given_up_by >= worker.peers.others, TOLD_SECONDS)
+            if not poll(lambda: worker.given_up_by or not worker.peers.others, settings.silence_seconds):
+                for rank in worker.peers.others:  # an mpirun that goes on without the dead leaves these behind
                     worker.transport.kill(rank)
                 worker.end_job(
                     f"{worker.info} is lost: {why}; no other worker gave a sign of life, to go on without it"
                 )
-            hung = "" if others_of(worker) else _hung(worker)
+            hung = "" if worker.peers.others else _hung(worker)
             if hung:
                 worker.end_job(f"{worker.info} is lost: {why}; MPI would wait for {hung} for ever")
             worker.close(graceful=False)
@@ -243,7 +243,3 @@ def _hung(worker: "Worker") -> str:
     if worker.survives:  # another may have killed them just now
         poll(lambda: not silent_and_alive(), KILLED_SECONDS)
     return ", ".join(str(worker.directory.workers[rank]) for rank in sorted(silent_and_alive()))
-
-
-def others_of(worker: "Worker") -> set[int]:
-    return set(range(worker.size)) - {worker.rank, *worker.peers.lost}

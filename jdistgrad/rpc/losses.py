@@ -300,7 +300,7 @@ class Losses(WorkerPart):
         error = errors.WorkerLostError(text, worker=info)
         for entry in self._references.lose(lost, error):
             worker.run_counted(functools.partial(entry.value.set_exception, error))
-        for peer in set(range(worker.size)) - {worker.rank, *self._lost}:
+        for peer in self._peers.others:
             count = self._references.forgettable[peer]
             worker.tell(peer, Message(MessageType.LOST, worker.rank, lost, (why, count, lost in self._peers.silent)))
         self._scopes.lost.add(lost)

@@ -79,6 +79,11 @@ class Peers(WorkerPart):
         self.silent: set[int] = set()
         self.left = False
 
+    @property
+    def others(self) -> set[int]:
+        """Return the ranks of the other workers that are not lost."""
+        return set(range(self._mailbox.size)) - {self._mailbox.rank, *self.lost}
+
     def look(self, awaited: set[int], now: float) -> None:
         """Ask awaited peers for a sign of life; give up a peer that has given none for too long.
 
@@ -134,6 +139,5 @@ class Peers(WorkerPart):
 
     def leave(self, why: str) -> None:
         self.left, mailbox = True, self._mailbox
-        for peer in range(mailbox.size):
-            if peer != mailbox.rank and peer not in self.lost:
-                mailbox.tell(peer, Message(MessageType.LEAVE, mailbox.rank, 0, why))
+        for peer in self.others:
+            mailbox.tell(peer, Message(MessageType.LEAVE, mailbox.rank, 0, why))
