@@ -58,7 +58,7 @@ class Hello:
     Attributes:
       facts: what must agree on all workers, see ``facts_of_this_process``.
       devices: this worker's part of the start of jax.distributed; None if that is not asked for.
-      offer: what other workers need to connect to this one, see ``wire.transport.Job``.
+      offer: what other workers need to connect to this one, see ``wire.mpi_job``.
       card: the GPU that JAX will open in this process; "" if none, or unknown.
     """
 

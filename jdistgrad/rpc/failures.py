@@ -32,7 +32,7 @@ class Failure:
     note: str
 
     def __reduce__(self) -> Any:
-        return _received, (_pickled(self.error), self.spelled, self.note, _notes(self.error))
+        return _received, (_pickled(self.error), self.spelled, self.note, list(getattr(self.error, "__notes__", [])))
 
     def to_raise(self) -> BaseException:
         """Return the exception for the caller to raise: a copy, since several callers may raise it.
@@ -44,7 +44,7 @@ class Failure:
             with contextlib.suppress(Exception):
                 twin = _rebuilt(type(own), own.args, own.__dict__) if _is_made_of_args(own) else copy.copy(own)
         error = _in_words(self.spelled) if twin is None or twin is own else twin
-        error.__notes__ = [*_notes(self.error), self.note]
+        error.__notes__ = [*getattr(self.error, "__notes__", []), self.note]
         return error
 
 
@@ -77,10 +77,6 @@ def in_short(error: BaseException) -> str:
     text = spelled(error)
     line = text.split("\n", 1)[0][:SHORT]
     return line if line == text else f"{line} ..."
-
-
-def _notes(error: BaseException | None) -> list[str]:
-    return list(getattr(error, "__notes__", []))
 
 
 def _let_go_of_frames(error: BaseException | None) -> None:

@@ -28,10 +28,10 @@ from jdistgrad.wire import launcher_env
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.message import spell
 from jdistgrad.wire.polling import poll
-from jdistgrad.wire.transport import Job
 
 if TYPE_CHECKING:
     from jdistgrad.rpc.worker import Worker
+    from jdistgrad.wire.mpi_job import MPIJob
 
 log = logging.getLogger("jdistgrad.rpc")
 
@@ -41,7 +41,7 @@ TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI tells the
 KILLED_SECONDS = 5.0  # for MPI to learn that a rank was killed
 
 _latest: "Worker | None" = None
-_job: Job | None = None
+_job: "MPIJob | None" = None
 _reported: BaseException | None = None
 
 
@@ -147,7 +147,7 @@ def _collect_garbage() -> None:
 # The end of a process that has not left its world.
 
 
-def guard(job: Job) -> None:
+def guard(job: "MPIJob") -> None:
     """Let an uncaught exception, or an exit without ``shutdown``, end the job with one message from now on."""
     global _job
     if _job is not None:

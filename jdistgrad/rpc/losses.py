@@ -162,7 +162,6 @@ class AccountedReferences(References):
         self.owned, self.accounts = HeldTable(), Accounts()
         self.accounted = self.accounts.balances
         self._noted_by: dict[int, set[int]] = {}  # who has accounts of a reference, by reference
-        self._forgettings = collections.deque[tuple[int, int]]()  # workers, and references: still to be told
         self.forgettable = collections.Counter[int]()
         self.forgotten = collections.Counter[int]()
         mailbox.note_gifts = self._note_gifts
@@ -193,14 +192,10 @@ class AccountedReferences(References):
                 self._noted_by.setdefault(one, set()).add(source)
         return self._freed(self.owned.release_all(weights))
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self.drops or self._forgettings)
-
     def news(self) -> list[tuple[int, Message]]:
         """Return what other workers have not been told: the weights dropped here, and what they may forget."""
         gone = dict[int, list[int]]()
-        for peer, identifier in emptied(self._forgettings):
+        for peer, identifier in emptied(self.forgettings):
             gone.setdefault(peer, []).append(identifier)
         told = [(peer, Message(MessageType.FORGET, self._mailbox.rank, 0, values)) for peer, values in gone.items()]
         return [*super().news(), *told]
@@ -240,7 +235,7 @@ class AccountedReferences(References):
         self.accounts.forget(entries)
         for identifier in entries:
             noted_by = self._noted_by.pop(identifier, ())
-            self._forgettings.extend((peer, identifier) for peer in noted_by)
+            self.forgettings.extend((peer, identifier) for peer in noted_by)
             self.forgettable.update(noted_by)
         return list(entries.values())
 

@@ -134,10 +134,6 @@ class Running:
         return "a call that could not be read" if self.function is None else self.what.format(describe(self.function))
 
 
-def nothing(about: object) -> None:
-    """Do nothing with the process that a worker lives in, as its other threads may be workers too."""
-
-
 @dataclasses.dataclass(eq=False, repr=False)
 class Mailbox:
     """A worker's address in its world, and its access to the transport.
@@ -163,8 +159,8 @@ class Mailbox:
     codec: Any  # a ``PickleCodec``, of a layer above
     _: dataclasses.KW_ONLY
     timeout: float
-    end_job: Callable[[str], None] = nothing
-    report: Callable[[BaseException], None] = nothing
+    end_job: Callable[[str], None] = lambda cause: None  # other threads of the process may be workers too
+    report: Callable[[BaseException], None] = lambda error: None
     device: jax.Device | None = None
     survives: bool = False
 

@@ -27,7 +27,8 @@ class References:
       owned: the values that this worker owns.
       claims: the claims that it holds, by reference; ``drops``: the weights of those that have died and that the owners
         have not been told of.
-      accounted: the references of which this worker has accounts, in a world that survives.
+      accounted: the references of which this worker has accounts, in a world that survives; ``forgettings``: the
+        workers, and references that they may forget, which have not been told yet.
     """
 
     def __init__(self, mailbox: Mailbox, caller: Caller):
@@ -37,6 +38,7 @@ class References:
         self.drops: collections.deque[Drop] = collections.deque()
         self._claiming = threading.Lock()
         self.accounted: Collection[int] = ()
+        self.forgettings = collections.deque[tuple[int, int]]()
 
     def call_remote(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
         """Make a value on another worker; return the claim to it."""
@@ -120,7 +122,7 @@ class References:
     @property
     def has_news(self) -> bool:
         """Return whether there is something that other workers have not been told."""
-        return bool(self.drops)
+        return bool(self.drops or self.forgettings)
 
     def news(self) -> list[tuple[int, Message]]:
         """Return what other workers have not been told: the weights dropped here, by owner."""
@@ -137,7 +139,7 @@ class Releasing(WorkerPart):
       lost: the lost workers, which are not notified.
 
     Attributes:
-      abandoned: the scopes to close at the next ``flush``. Garbage collection may append to it.
+      abandoned: the scopes to close at the next ``tick``. Garbage collection may append to it.
     """
 
     def __init__(self, mailbox: Mailbox, scopes: ScopeTable, references: References, lost: Collection[int]):
@@ -162,10 +164,7 @@ class Releasing(WorkerPart):
                 for content in contents:
                     content.close()
 
-    def tick(self, now: float) -> None:
-        self.flush()
-
-    def flush(self) -> None:
+    def tick(self, now: float = 0.0) -> None:
         """Close abandoned scopes, and return dropped weights to their owners."""
         if not (self.abandoned or self._references.has_news):
             return

@@ -49,7 +49,7 @@ class Worker(Mailbox):
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
         if self.survives:
             self.losses = self.add(Losses(self))
-        self.closing = self.add(Closing(self, self.peers, self.releasing.flush))
+        self.closing = self.add(Closing(self, self.peers, self.releasing.tick))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
         self.groups = self.add(Groups())
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async

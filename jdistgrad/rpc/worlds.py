@@ -5,7 +5,7 @@ import dataclasses
 import logging
 import time
 import uuid
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -24,7 +24,10 @@ from jdistgrad.wire import launcher_env, mpi_start
 from jdistgrad.wire.interrupts import put_off_interrupt
 from jdistgrad.wire.local import Hub, LocalTransport
 from jdistgrad.wire.message import spell
-from jdistgrad.wire.transport import Job, Transport
+from jdistgrad.wire.transport import Transport
+
+if TYPE_CHECKING:
+    from jdistgrad.wire.mpi_job import MPIJob
 
 LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "threads", "wire"))
 
@@ -220,7 +223,7 @@ def open_process(name: Names, timeout: float, *, with_devices: bool, survive: bo
     return worker
 
 
-def _meet(job: Job, hello: Hello, timeout: float, *, with_devices: bool) -> tuple[list[Hello], Directory]:
+def _meet(job: "MPIJob", hello: Hello, timeout: float, *, with_devices: bool) -> tuple[list[Hello], Directory]:
     """Exchange the hellos of all ranks, see that the ranks fit together, and do what they must do together."""
     with contextlib.ExitStack() as until_started:
         if with_devices:

@@ -118,10 +118,6 @@ WORD = struct.Struct("<B7xQQ")  # kind, id, scope
 LONGEST_WORD = 1 << 12
 
 
-def pack_word(identifier: int, scope: int, word: bytes) -> bytes:
-    return WORD.pack(MessageType.WORD, identifier, scope) + word
-
-
 def unpack_word(frame: bytearray) -> tuple[int, int, bytes]:
     """Return the id and scope of a word, and the word."""
     _, identifier, scope = WORD.unpack_from(frame)

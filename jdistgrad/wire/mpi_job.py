@@ -19,7 +19,10 @@ Offer = tuple[str, str, mpi_failures.Process | None, tuple[str, ...]]
 
 
 class MPIJob:
-    """The job that this process is a rank of. MPI has been started.
+    """The job that this process is a rank of, as worlds need it: to open, and to end. MPI has been started.
+
+    Attributes:
+      gather: returns the hellos of all ranks, by rank: see ``mpi_process``.
 
     Raises:
       WorldError: MPI is not safe for threads, or finds this process alone, or cannot go on without a rank that dies.
@@ -43,18 +46,21 @@ class MPIJob:
         self._doorbell: Doorbell | None = None
 
     def offer(self) -> Offer:
+        """Return what the other ranks need to connect to this one, for its hello."""
         self._memory = SharedMemory()
         self._doorbell = Doorbell(self._memory)
         process = mpi_failures.this_process() if self._survive else None
         return self._memory.address, self._doorbell.address, process, tuple(worlds_left)
 
     def withdraw(self) -> None:
+        """Undo ``offer``: the world does not open."""
         if self._doorbell is not None:
             self._doorbell.close()
         if self._memory is not None:
             self._memory.close()
 
     def connect(self, world: str, offers: Sequence[Any], timeout: float) -> Transport:
+        """Return a transport between all ranks, with their offers by rank. Every rank must call it."""
         memory, doorbell = self._memory, self._doorbell
         assert memory is not None
         assert doorbell is not None
@@ -67,6 +73,7 @@ class MPIJob:
         return MPITransport(own, world, memory, doorbell, failures)
 
     def dead(self) -> set[int]:
+        """Return the ranks that are known to have died."""
         MPI.COMM_SELF.Iprobe()  # lets MPI learn of deaths
         return set(mpi_failures.failed(self._comm))
 

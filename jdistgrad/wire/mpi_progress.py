@@ -205,17 +205,14 @@ class Progress:
             if moved:
                 self._last_message = quiet_since = now
             elif now - quiet_since >= probing:
-                self._rest(target, now - quiet_since, min(LONGEST_SLEEP, deadline - now))
+                longest = min(LONGEST_SLEEP, deadline - now)
+                if self._rings():
+                    self._bell.show(WAITS)
+                    self._bell.sleep(WAITS, longest, lambda: target.done or self._came())
+                    self._bell.show(AWAKE)
+                else:  # not all that is to be looked for rings
+                    pause(min(nap(now - quiet_since), longest))
         self._answers.learn(time.monotonic() - start)
-
-    def _rest(self, target: Awaited, quiet: float, longest: float) -> None:
-        """Sleep until the bell rings; where not all that is to be looked for rings, take a nap."""
-        if self._rings():
-            self._bell.show(WAITS)
-            self._bell.sleep(WAITS, longest, lambda: target.done or self._came())
-            self._bell.show(AWAKE)
-        else:
-            pause(min(nap(quiet), longest))
 
     # Serving threads.
 

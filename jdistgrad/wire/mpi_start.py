@@ -7,14 +7,16 @@ import math
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jdistgrad import errors
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.transport import Job
+
+if TYPE_CHECKING:
+    from jdistgrad.wire.mpi_job import MPIJob
 
 
-def start(timeout: float, *, survive: bool) -> Job:
+def start(timeout: float, *, survive: bool) -> "MPIJob":
     """Start MPI, if it has not been started, and return the job that this process is a rank of.
 
     Raises:

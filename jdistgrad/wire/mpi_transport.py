@@ -143,7 +143,7 @@ class MPITransport(Transport):
         self._start(peer, frame, bulk, 1 + number % self._tags)
 
     def send_words(self, peers: Sequence[int], identifier: int, scope: int, word: bytes) -> None:
-        frame = frames.pack_word(identifier, scope, word)
+        frame = frames.WORD.pack(MessageType.WORD, identifier, scope) + word
         for peer in peers:
             try:
                 self._start(peer, frame, bells=WAITS)  # who comes later to the meeting looks then
@@ -299,7 +299,8 @@ class MPITransport(Transport):
         if message.kind not in ENCODED and message.body is not None:
             message.body = pickle.loads(message.body.stream)
         try:
-            return self._receiver.receive(message)
+            task: Task | None = self._receiver.receive(message)
+            return task
         except Exception:  # one invalid message must not keep the others from being delivered
             text = "the worker of rank %d could make nothing of a %s from rank %d"
             log.exception(text, self.rank, message.kind.name, message.source)

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
 from jdistgrad.wire.message import Message
@@ -17,15 +17,6 @@ Task = Callable[[], None]
 Futures = Sequence[concurrent.futures.Future[Any]]
 
 _ending = threading.Lock()  # shared: a lock for each would cost more than it ever waits
-
-
-class Awaited(Protocol):
-    """What a thread waits for: it looks for messages until ``done``, or sleeps until one of the ``futures`` is done."""
-
-    @property
-    def done(self) -> bool: ...
-
-    def futures(self) -> Futures: ...
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -63,29 +54,11 @@ class FirstOf:
         return self._futures
 
 
-class Receiver(Protocol):
-    """What a transport calls. ``word``, ``receive`` and ``tick`` must be quick, not wait, and not run users' code."""
+# What a thread waits for: it looks for messages until ``done``, or sleeps until one of the ``futures`` is done.
+Awaited = Ending | FirstOf
 
-    def word(self, source: int, key: int, group: int, word: bytes, /) -> None:
-        """Take a word of a meeting."""
 
-    def receive(self, message: Message, /) -> Task | None:
-        """Take a message; return work that cannot be done quickly as a task, which the transport must have run."""
-
-    def run(self, task: Task, /) -> None:
-        """Run a task on some thread that may wait."""
-
-    def enter_thread(self) -> None:
-        """Prepare a thread of the transport, before it runs tasks."""
-
-    def tick(self, now: float, /) -> None:
-        """Do housekeeping; called some hundred times a second."""
-
-    def fail(self, error: BaseException, /) -> None:
-        """Take note that the transport is broken."""
-
-    def lost(self, peer: int, why: str, /) -> None:
-        """Take note that a worker has died."""
+Receiver = Any  # what a transport calls: a ``Worker``, of a layer above
 
 
 class Transport:
@@ -99,7 +72,17 @@ class Transport:
     hands_over: bool  # messages arrive as the very objects that were sent: nothing is encoded
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to deliver messages. None is delivered before."""
+        """Begin to deliver messages. None is delivered before.
+
+        The transport calls the receiver. ``receive`` and ``tick`` must be quick, not wait, and not run users' code.
+
+        * ``word(source, id, scope, bytes)`` takes a word of a meeting, ``receive(message)`` a message. It returns work
+          that cannot be done quickly as a task, which the transport must have run, or None.
+        * ``run(task)`` runs a task on some thread that may wait. ``enter_thread()`` prepares a thread of the transport,
+          before it runs tasks.
+        * ``tick(now)`` does housekeeping; it is called some hundred times a second.
+        * ``fail(error)`` takes note that the transport is broken, ``lost(peer, why)`` that a worker has died.
+        """
 
     def send(self, peer: int, message: Message) -> None:
         """Send without waiting for delivery.
@@ -157,32 +140,3 @@ class Transport:
 
     def serve_only(self, *, only: bool) -> None:
         """Set whether the program does nothing of its own here, so that serving may use all of the CPU time."""
-
-
-class Job(Protocol):
-    """The processes that a launcher has started together, as worlds need them: to open, and to end."""
-
-    rank: int
-    size: int
-
-    def offer(self) -> Any:
-        """Return what the other ranks need to connect to this one, for its hello: a tuple that can be pickled."""
-
-    def withdraw(self) -> None:
-        """Undo ``offer``: the world does not open."""
-
-    def gather(self, hello: Any, timeout: float) -> list[Any]:
-        """Return the hellos of all ranks, by rank. Every rank must call it.
-
-        Raises:
-          WorldError: some ranks were missing after ``timeout`` seconds, or have died.
-        """
-
-    def connect(self, world: str, offers: Sequence[Any], timeout: float) -> Transport:
-        """Return a transport between all ranks, with their offers by rank. Every rank must call it."""
-
-    def dead(self) -> set[int]:
-        """Return the ranks that are known to have died."""
-
-    def end(self, cause: str) -> None:
-        """End all ranks now, because this one cannot go on, and print the cause."""

@@ -73,7 +73,7 @@ class Simulated(Worker):
         self.lost(lost, "it was killed")
 
     def tick_once(self):
-        self.releasing.flush()
+        self.releasing.tick()
         self.losses.tick(0.0)
 
     def act(self, chance):
@@ -180,7 +180,7 @@ def test_a_value_that_is_freed_just_before_its_last_holder_dies_leaves_no_accoun
     world.deliver_all()
     for worker in (creator, victim):
         worker.held.clear()
-        worker.releasing.flush()
+        worker.releasing.tick()
     while world.under_way:
         world.deliver()
     assert len(owner.references.owned.entries) == 0

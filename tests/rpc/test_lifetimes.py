@@ -74,7 +74,7 @@ def test_a_value_lives_until_the_wait_for_its_creation_is_served(world):
     with calls_held_back():
         made = rref.creation(timeout=20)
         del rref
-        current_worker().releasing.flush()
+        current_worker().releasing.tick()
     assert made.result() is None
     wait_until_owned(last(), 0)
 
