@@ -20,8 +20,8 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving import files, leaves
-from jdistgrad.saving.leaves import Description
+from jdistgrad.saving import descriptions, files
+from jdistgrad.saving.descriptions import Description
 from jdistgrad.saving.marks import Leaf, Slice, require_different
 from jdistgrad.wire.interrupts import wait_for_first
 from jdistgrad.wire.message import spell
@@ -227,10 +227,10 @@ def _described(leaf: Any, where: str, arrays: files.Arrays) -> Description:
         group = leaf.group and [int(rank) for rank in leaf.group]
         of_slice = {"slice": {"shape": list(leaf.shape), "rank": leaf.rank, "count": leaf.count, "group": group}}
         leaf = leaf.part
-    description = leaves.described(leaf, where)
+    description = descriptions.described(leaf, where)
     if description["kind"] == "function":
-        leaves.check_function(leaf, where)
-    stored = leaves.data(leaf) if "shape" in description else None
+        descriptions.check_function(leaf, where)
+    stored = descriptions.data(leaf) if "shape" in description else None
     if stored is None:
         return {**description, **of_slice}
     at = str(len(arrays))
@@ -276,15 +276,15 @@ class Reader:
 
     def fitting(self, saved: Mapping[str, Description], ours: Mapping[str, Any], what: str) -> dict[str, Any]:
         """Return the saved leaves for ours, by place. Raises CheckpointError if they do not fit."""
-        expected = {place: leaves.described(leaf, what + place) for place, leaf in ours.items()}
-        differs = first_difference(saved, expected, leaves.fits, leaves.spelled)
+        expected = {place: descriptions.described(leaf, what + place) for place, leaf in ours.items()}
+        differs = first_difference(saved, expected, descriptions.fits, descriptions.spelled)
         if differs is not None:
             raise CheckpointError(
                 f"restore of {self.folder} on {current_worker().info}: {what}{differs}. Nothing was restored on any "
                 "worker."
             )
         data = self.data(saved)
-        return {place: leaves.rebuilt(saved[place], data[place], leaf) for place, leaf in ours.items()}
+        return {place: descriptions.rebuilt(saved[place], data[place], leaf) for place, leaf in ours.items()}
 
 
 def prepare(folder: str, work: Work) -> Callable[[], None]:

@@ -8,7 +8,7 @@ from jdistgrad.errors import CheckpointError
 from jdistgrad.rpc import api
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving import leaves, owners
+from jdistgrad.saving import descriptions, owners
 from jdistgrad.saving.callers import Job, call_each, raise_failed
 from jdistgrad.saving.marks import Slice, overlapping, regrouped
 from jdistgrad.saving.owners import SHARED, Reader, own_part, works_for
@@ -90,7 +90,7 @@ def _slice(reader: Reader, place: str, ours: Slice, of_callers: Mapping[int, int
     """Return this worker's slice of an array, cut anew from the slices that were saved."""
     saved = _slices_of_group(reader, place, ours, of_callers)
     by_rank = {one["slice"]["rank"]: one for one in saved}
-    expected = leaves.described(ours.part, place)
+    expected = descriptions.described(ours.part, place)
     one = next(iter(by_rank.values()), None)
     found = "missing" if one is None else f"{one['dtype']}{one['slice']['shape']}"
     wanted = f"{expected['dtype']}{list(ours.shape)}"
@@ -101,15 +101,15 @@ def _slice(reader: Reader, place: str, ours: Slice, of_callers: Mapping[int, int
         )
     needed = overlapping(ours.shape, ours.rank, ours.count, len(by_rank))
     data = reader.data({rank: by_rank[rank] for rank in needed})
-    dtype = leaves.named_dtype(expected["dtype"])
-    parts = {rank: leaves.host(dtype, tuple(by_rank[rank]["shape"]), part) for rank, part in data.items()}
+    dtype = descriptions.named_dtype(expected["dtype"])
+    parts = {rank: descriptions.host(dtype, tuple(by_rank[rank]["shape"]), part) for rank, part in data.items()}
     made = regrouped(parts, ours, len(by_rank), dtype)
-    return leaves.rebuilt({**expected, "kind": saved[0]["kind"]}, made, ours.part)
+    return descriptions.rebuilt({**expected, "kind": saved[0]["kind"]}, made, ours.part)
 
 
 def _slices_of_group(
     reader: Reader, place: str, ours: Slice, of_callers: Mapping[int, int | None]
-) -> list[leaves.Description]:
+) -> list[descriptions.Description]:
     """Return the slices that one group saved: that of the predecessor of the first of our group."""
     before: list[int] = reader.manifest["workers"]
     found = [one for rank in before if "slice" in (one := reader.part(own_part(rank)).get(place, {}))]
