@@ -64,7 +64,7 @@ class Meeting:
 
     def _wait(self, timeout: float) -> None:
         members = self._members
-        entry = CollectiveEntry(self._what, members.name, self._turn)
+        entry = CollectiveEntry(self._what, members.name, self._turn, by_calls=members.by_calls)
         with WatchedBlock(members.worker, entry, members.ranks) as block:
             if not block.wait(self._gathering, timeout):
                 members.give_up(self._turn, self._missing(), round(timeout, 3))
@@ -97,10 +97,11 @@ class Members:
     Attributes:
       ranks: those of the workers, in the group's order; ``rank``: this worker's place among them.
       name: the same on all of them, and of no other group.
+      by_calls: whether its meetings are of those that save together: see ``CollectiveEntry``.
     """
 
-    def __init__(self, worker: Mailbox, ranks: Sequence[int], parent: Any = None):
-        self.ranks, self.size = tuple(map(int, ranks)), len(ranks)
+    def __init__(self, worker: Mailbox, ranks: Sequence[int], parent: Any = None, *, by_calls: bool = False):
+        self.ranks, self.size, self.by_calls = tuple(map(int, ranks)), len(ranks), by_calls
         if worker.rank not in self.ranks:
             raise CollectiveError(
                 f"collectives of the workers {list(self.ranks)}, made by {worker.info}, who is not one"

@@ -54,7 +54,8 @@ class CollectiveEntry:
       what: each worker's own description.
       may_leave: whether a worker may leave long before the others: the collective is a program that goes on after its
         last reduction.
-      by_calls: whether it is a meeting by calls, to which no worker comes that is in ``shutdown``.
+      by_calls: whether it is a meeting of those that save together, which their own calls bring about: to it no worker
+        comes that is in ``shutdown``, and threads beside the program may be in it.
     """
 
     what: str = dataclasses.field(compare=False)
@@ -210,10 +211,10 @@ class Watchdog(WorkerPart):
         return [one for one in list(self.all.values()) if not one.entry.by_calls or one.thread == home]
 
     def awaited(self) -> set[int]:
-        return set().union(*(one.peers for one in self.watched()))
+        return set().union(*(one.peers for one in list(self.all.values())))
 
     def on_lost(self, peer: WorkerInfo, why: str) -> None:
-        for one in self.watched():
+        for one in list(self.all.values()):
             if peer.rank in one.peers and one.goes_on:
                 one.peers -= {peer.rank}
             elif peer.rank in one.peers:

@@ -1,4 +1,4 @@
-"""Checkpoints of whole jobs: leaves and their descriptions, files and folders, who saves together, save and restore.
+"""Checkpoints of whole jobs: leaves and files, who saves together, what each of them does, save and restore.
 
 Read ``checkpoints`` last: it puts the others together.
 """

@@ -8,36 +8,24 @@ import itertools
 import math
 import pathlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
-
-import jax
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.errors import CheckpointError, DisagreementError, DistgradError, WorkerLostError
+from jdistgrad.errors import CheckpointError, DisagreementError, DistgradError, MissingRanksError, WorkerLostError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.functions import Args
+from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving import desk
-from jdistgrad.saving.marks import Leaf, PerWorker, leaves_of, require_different
-from jdistgrad.saving.owners import Work, works_for
-
-Asked = dict[int, list[Work]]  # by the rank of the worker that does it
-
+from jdistgrad.saving.desk import Company, group_of, meet
+from jdistgrad.saving.marks import leaves_of
+from jdistgrad.saving.owners import Plan, outline, planned
 
 _numbers = itertools.count()
-
-
-class Plan(NamedTuple):
-    """What a caller tells the others: its attempt's name, the places of its leaves, and what owners do, by owner."""
-
-    attempt: str
-    places: list[str]
-    asked: Asked
 
 
 class Job:
@@ -45,115 +33,101 @@ class Job:
 
     Attributes:
       what: the call, for messages.
-      attempt: the name of this worker's call at the desk.
-      of_trees, leaves: the leaves of the trees; and those of the optimizers too.
-      plans: those of all callers, by rank.
-      callers: the ranks of those that call together; None as long as it is not known.
+      plan: that of this caller, or what has kept it from having one.
+      numbers: those of the calls, by the rank of the caller; ``callers``: the ranks.
+      plans: those of all callers, by rank, without their leaves; only the leader knows them.
     """
 
-    def __init__(self, what: str, trees: Any, optimizers: Any, workers: Sequence[int] | None):
-        self.what, self.rank = what, current_worker().rank
-        self.attempt = f"{self.rank}.{next(_numbers)}"
-        self._trees, self.optimizers = trees, optimizers
-        self.plans: dict[int, Plan] = {}
-        self.callers = workers
-        self.leader, self.leads, self._stage = -1, False, 0
-        self.of_trees: list[Leaf] = []
-        self.leaves: list[Leaf] = []
+    def __init__(self, what: str, plan: CallFuture[Plan], numbers: Company):
+        self.what, self.plan, self.numbers, self.callers = what, plan, numbers, list(numbers)
+        me = current_worker()
+        self.group, self.leads = group_of(me, numbers), self.callers[0] == me.rank
+        self.plans: Mapping[int, Plan] = {}
 
-    def meet(self) -> None:
-        """Wait for the other callers. Raises DisagreementError if they have different trees."""
-        self.plans = self.agree(self._plan, everybody=True)
-        self.callers = sorted(self.plans)
-        self.leader = self.callers[0]
-        self.leads = self.rank == self.leader
-        expected = self.plans[self.leader].places
-        for caller, found in self.plans.items():
-            if expected != found.places:
-                place = next(iter(set(expected) ^ set(found.places)), "the order")
-                has = f"worker {self.leader if place in expected else caller} has {place}, the other has not"
-                raise DisagreementError(f"{self.what}: workers {self.leader} and {caller} have different trees: {has}")
+    def lead(self, act: Callable[[], Any]) -> Any:
+        """Let the leader act, and return what it returns, on all callers."""
+        return self.agree(lambda: act() if self.leads else None, told=True)[0]
 
-    def _plan(self) -> Plan:
-        """Take everything apart, and keep the leaves for the calls that will ask for them."""
-        self.of_trees = list(leaves_of(self._trees, "trees"))
-        self.leaves = [*self.of_trees, *leaves_of(self.optimizers, "optimizers")]
-        require_different(leaf.place for leaf in self.leaves)
-        current_worker().kept[self.attempt] = self.leaves
-        asked: Asked = {}
-        for leaf in self.leaves:
-            for rank, work in works_for(leaf, self.rank):
-                asked.setdefault(rank, []).append(work)
-        return Plan(self.attempt, [leaf.place for leaf in self.leaves], asked)
+    def agree(self, act: Callable[[], Any], *, told: bool = False) -> Any:
+        """Act, and return the result when all callers have acted. If one of them fails, all raise its error.
 
-    def agree(self, act: Callable[[], Any], *, everybody: bool = False) -> Any:
-        """Act, and return the result when all callers have acted; or everybody's results, by rank.
-
-        If one of the callers fails, all raise its error.
+        ``told``: whether to return everybody's results.
         """
-        error, failure, result = None, None, None
+        workers, error, result = current_worker().directory.workers, None, None
         try:
+            if self.plan.result() and self.leads and not self.plans:
+                self.plans = self._plans()
             result = act()
+        except DistgradError as failed:
+            error = failed
         except Exception as failed:
-            text = str(failed) if isinstance(failed, DistgradError) else in_short(failed)
-            error, failure = failed, _of_kind(failed, _naming(current_worker().info, text))
-        seconds = math.inf if self.plans else desk.SECONDS
-        said = failure, result if everybody else None
-        self._stage += 1  # in the name, since the desk may move between two stages
-        what = f"{self.what}, part {self._stage}" if self.plans else self.what
-        told = desk.meet(what, self.attempt, said, self.callers, seconds)
-        if error is not None:
-            raise error
-        for failure, _ in told.values():
-            if failure is not None:
-                raise failure
-        return {rank: one for rank, (_, one) in told.items()} if everybody else result
+            error = CheckpointError(f"{self.what}: {in_short(failed)}")
+            error.__cause__ = failed
+        try:
+            words = self.group.begin((error, result if told else None), self.what).wait(math.inf)
+        except DistgradError as ended:
+            if error is not None:
+                raise error from error.__cause__
+            if isinstance(ended, MissingRanksError):
+                text = f"{self.what}: it was interrupted on {workers[self.callers[ended.missing[0]]]}."
+                raise CheckpointError(f"{text} Call it again on every worker.") from ended
+            raise
+        for rank, (failure, _) in zip(self.callers, words, strict=True):
+            if error is not None or failure is not None:
+                raise error or _told(failure, workers[rank], str(failure))
+        return [word for _, word in words] if told else result
+
+    def _plans(self) -> dict[int, Plan]:
+        """Ask all callers for their plans. Raises DisagreementError if they have different trees."""
+        arguments = {rank: (number,) for rank, number in self.numbers.items()}
+        plans = ask_each(outline, arguments, self.what, "take part", "Call it again on every worker.")
+        leader, expected = self.callers[0], self.plan.result().places
+        for caller, plan in plans.items():
+            if expected != plan.places:
+                place = next(iter(set(expected) ^ set(plan.places)), "the order")
+                has = f"worker {leader if place in expected else caller} has {place}, the other has not"
+                raise DisagreementError(f"{self.what}: workers {leader} and {caller} have different trees: {has}")
+        return plans
 
 
-def call_each(
-    function: Callable[..., Any], arguments: Sequence[tuple[int, Args]]
-) -> tuple[list[Any], tuple[WorkerInfo, BaseException] | None]:
-    """Call a function on workers, by rank, each with its own arguments; return the results, and the first failure.
+def ask_each(
+    function: Callable[..., Any], arguments: Mapping[int, Args], what: str, do: str, left: str, *, stays: bool = False
+) -> dict[int, Any]:
+    """Call a function on workers, each with its own arguments; return the results by rank.
 
     Waits for all, also if some fail: none writes any more then.
+
+    Arguments:
+      what, do, left: the call of users', what each worker has to do in it, and what there is if one cannot.
+      stays: whether the results stay where they are; then references to them are returned.
     """
-    workers, asked = current_worker().directory.workers, []
-    failed: tuple[WorkerInfo, BaseException] | None = None
-    for rank, args in arguments:
+    asked: dict[int, Any] = {}
+    failures = dict[int, BaseException]()
+    for rank, args in arguments.items():
         try:
-            asked.append((rank, api.rpc_async(rank, function, args, timeout=math.inf)))
+            asked[rank] = (api.remote if stays else api.rpc_async)(rank, function, args, timeout=math.inf)
         except DistgradError as error:
-            failed = failed or (workers[rank], error)
-    results = []
-    for rank, future in asked:
-        why = future.exception()
-        if why is None:
-            results.append(future.result())
-        else:
-            failed = failed or (workers[rank], why)
-    return results, failed
+            failures[rank] = error
+    answers = {rank: one.creation() if stays else one for rank, one in asked.items()}
+    failures |= {rank: why for rank, one in answers.items() if (why := one.exception()) is not None}
+    for rank, failure in failures.items():
+        worker, text = current_worker().directory.workers[rank], str(failure)
+        if not isinstance(failure, CheckpointError):  # which says it in its own words
+            lost = failure.worker if isinstance(failure, WorkerLostError) else None
+            why = current_worker().peers.lost.get(lost.rank) if lost is not None else None
+            text = f"{what}: {worker} could not {do}: {why or in_short(failure)}. {left}"
+        raise _told(failure, worker, text) from failure
+    return asked if stays else {rank: one.result() for rank, one in asked.items()}
 
 
-def raise_failed(worker: WorkerInfo, failure: BaseException, what: str, then: str) -> NoReturn:
-    """Raise what has failed on a worker: an error of a checkpoint in its own words, any other in these."""
-    if isinstance(failure, CheckpointError):
-        text = str(failure) if worker.rank == current_worker().rank else _naming(worker, str(failure))
-        raise CheckpointError(text) from failure
-    why = in_short(failure)
-    if isinstance(failure, WorkerLostError) and failure.worker is not None:
-        why = current_worker().peers.lost.get(failure.worker.rank, why)
-    raise _of_kind(failure, f"{what}: {why}. {then}") from failure
-
-
-def _of_kind(error: BaseException, text: str) -> DistgradError:
-    """Return an error for all callers: of the loss of a worker, or of something else."""
-    return WorkerLostError(text, worker=error.worker) if isinstance(error, WorkerLostError) else CheckpointError(text)
-
-
-def _naming(worker: WorkerInfo, text: str) -> str:
-    """Return the text of a worker's error with the worker's name, unless it names one."""
-    is_named = any(str(one) in text for one in current_worker().directory.workers)
-    return text if is_named else f"{worker}: {text}"
+def _told(failure: BaseException, worker: WorkerInfo, text: str) -> DistgradError:
+    """Return the error for other workers of what has failed on one, which it names."""
+    me = current_worker()
+    if worker != me.info and not any(str(one) in text for one in me.directory.workers):
+        text = f"{worker}: {text}"
+    if isinstance(failure, WorkerLostError):
+        return WorkerLostError(text, worker=failure.worker)
+    return DisagreementError(text) if isinstance(failure, DisagreementError) else CheckpointError(text)
 
 
 @contextlib.contextmanager
@@ -163,12 +137,11 @@ def together(
     """Wait for the others that call this, and open a block in which they do it together."""
     if not trace_state_clean():
         raise CheckpointError(f"{what} inside a transformation of JAX's would run while it is traced: call it outside")
-    marked = optimizers.tree if isinstance(optimizers, PerWorker) else optimizers
-    for leaf in jax.tree.leaves(marked, is_leaf=lambda node: isinstance(node, DistributedOptimizer | PerWorker)):
-        if not isinstance(leaf, DistributedOptimizer | PerWorker):
+    for leaf in leaves_of(optimizers, "optimizers"):
+        if not isinstance(leaf.value, DistributedOptimizer):
             raise TypeError(
-                f"{what}: optimizers are DistributedOptimizers, not {leaf!r:.60}. The state of an optax transformation "
-                "belongs to trees: (params, state)."
+                f"{what}: optimizers are DistributedOptimizers, not {leaf.value!r:.60}. The state of an optax "
+                "transformation belongs to trees: (params, state)."
             )
     me = current_worker()
     chosen = None if workers is None else sorted({int(rank) for rank in workers})
@@ -176,18 +149,16 @@ def together(
         raise CheckpointError(f"{what} on {me.info}: workers={chosen} does not name this worker")
     if chosen is not None:  # other workers may do the same at the same time, in meetings of their own
         what = f"{what} with workers={chosen}"
-    job, why = Job(what, trees, optimizers, chosen), None
+    number = next(_numbers)
     # The desk takes two calls of one worker for a disagreement, so a call waits for that of another thread.
     alone: threading.Lock = me.kept.setdefault(f"saves in {folder}", threading.Lock())
-    with alone, within(None):  # the calls belong to no context that may be open
+    with alone, within(None), planned(number, trees, optimizers) as plan:  # the calls belong to no context
+        job = Job(what, plan, meet(what, number, chosen))
         try:
-            job.meet()
             yield job
-        except BaseException as error:
-            if not isinstance(error, DistgradError):  # which the others know
-                name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
-                why = f"{what}: {name} has ended it on {me.info}. Call it again on every worker."
+        except KeyboardInterrupt:
+            with contextlib.suppress(DistgradError):  # the world is closed, or broken
+                job.group.leave("KeyboardInterrupt")
             raise
         finally:
-            me.kept.pop(job.attempt, None)
-            desk.leave(job.attempt, why)
+            job.group.close()

@@ -10,18 +10,17 @@ import os
 import pathlib
 import re
 import shutil
-import threading
 from collections.abc import Sequence
 from typing import Any
 
-from jdistgrad.errors import CheckpointError, WorkerLostError
-from jdistgrad.rpc.directory import WorkerInfo
+from jdistgrad.errors import CheckpointError
+from jdistgrad.rpc.functions import Args
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files
-from jdistgrad.saving.callers import Job, call_each, raise_failed, together
+from jdistgrad.saving.callers import Job, ask_each, together
 from jdistgrad.saving.marks import replaced
-from jdistgrad.saving.owners import Work, write_works
-from jdistgrad.saving.reading import put_back, read
+from jdistgrad.saving.owners import by_owner, prepare, write
+from jdistgrad.saving.reading import Reader, held_leaves, predecessors
 
 AnyPath = str | os.PathLike[str]
 
@@ -80,65 +79,42 @@ def save(
         raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
     folder = _folder("save", path)
     with together(f"save({str(path)!r}, {number})", folder, trees, optimizers, workers) as job:
-        job.agree(lambda: _write(job, folder, number, keep) if job.leads else None)
-
-
-# By folder: a save removes what it finds half written there, so it waits for one that another worker has begun.
-_writing: dict[pathlib.Path, threading.Lock] = {}
+        job.lead(lambda: _write(job, folder, number, keep))
 
 
 def _write(job: Job, path: pathlib.Path, step: int, keep: float) -> None:
     """Write a checkpoint. If that fails anywhere, nothing of it is left."""
     files.orbax()
-    manifest: dict[str, Any] = {"format": FORMAT, "step": step, "places": job.plans[job.leader].places}
-    manifest |= {"workers": list(job.plans), "size": current_worker().size}
-    with _writing.setdefault(path, threading.Lock()):
-        try:
-            folder = files.begin(path, step)
-            try:
-                files.publish(folder, step, {**manifest, "parts": _written(job, folder, step)})
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-        except WorkerLostError:  # an OSError too
-            raise
-        except OSError as error:
-            raise_failed(current_worker().info, error, *_not_written(path, step, current_worker().info))
-        files.remove_all_but(path, keep)
+    folder = files.begin(path, step)
+    try:
+        manifest = {"format": FORMAT, "step": step, "places": job.plan.result().places, "workers": job.callers}
+        files.publish(folder, step, {**manifest, "size": current_worker().size, "parts": _written(job, folder, step)})
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    files.remove_all_but(path, keep)
 
 
 def _written(job: Job, folder: pathlib.Path, step: int) -> dict[str, Any]:
-    """Let all workers write; return the entries of their parts. Waits for all of them, also if some fail."""
-    asked: dict[int, list[Work]] = {caller: [] for caller in job.plans}
-    for caller, plan in job.plans.items():
-        for rank, works in plan.asked.items():
-            asked.setdefault(rank, []).extend(work for work in works if work.own or caller == job.leader)
-    attempts, callers = {caller: plan.attempt for caller, plan in job.plans.items()}, list(job.plans)
-    arguments = [
-        (rank, (str(folder / f"rank{rank}"), works, attempts.get(rank), callers))
-        for rank, works in asked.items()
-        if works or rank in attempts
-    ]
-    written, failed = call_each(write_works, arguments)
-    if failed is not None:
-        raise_failed(*failed, *_not_written(folder.parent, step, failed[0]))
+    """Let all workers write; return the entries of their parts."""
+    of_all = [(caller, work) for caller, one in job.plans.items() for work in one.works]
+    asked = by_owner((work.part(caller), work) for caller, work in of_all if work.own or caller == job.callers[0])
+    folders = {rank: folder / f"rank{rank}" for rank in job.numbers | asked}
+    arguments = {
+        rank: (str(there), asked.get(rank, []), job.numbers.get(rank), job.callers) for rank, there in folders.items()
+    }
+    before = files.complete(folder.parent)
+    left = f"The checkpoint of step {before[-1][0]} is still complete." if before else "There is no other checkpoint."
+    written = ask_each(write, arguments, "save", f"write its part of step {step} in {folder.parent}", left)
     parts: dict[str, Any] = {}
-    for (rank, (there, *_)), entries in zip(arguments, written, strict=True):
+    for rank, entries in written.items():
         has_files = any("at" in leaf for entry in entries.values() for leaf in entry["leaves"].values())
-        if has_files and not pathlib.Path(there).is_dir():  # each machine has a disk of its own under this path
+        if has_files and not folders[rank].is_dir():  # each machine has a disk of its own under this path
             worker, here = current_worker().directory.workers[rank], current_worker().info
-            raise CheckpointError(
-                f"save: {worker} has written {there}, but {here} does not see it. Save on a disk that all workers see."
-            )
+            text = f"save: {worker} has written {folders[rank]}, but {here} does not see it. "
+            raise CheckpointError(f"{text}Save on a disk that all workers see.")
         parts |= entries
     return parts
-
-
-def _not_written(path: pathlib.Path, step: int, worker: WorkerInfo) -> tuple[str, str]:
-    """Return what has failed, and what is left."""
-    there = files.complete(path)
-    left = f"The checkpoint of step {there[-1][0]} is still complete." if there else "There is no other checkpoint."
-    return f"save: {worker} could not write its part of step {step} in {path}", left
 
 
 def restore(
@@ -175,11 +151,12 @@ def restore(
     files.orbax()
     asked = "" if number is None else f", step={number}"
     with together(f"restore({str(path)!r}{asked})", folder, trees, optimizers, workers) as job:
-        chosen = job.agree(lambda: _chosen(folder, number) if job.leads else None, everybody=True)[job.leader]
+        chosen = job.lead(lambda: _chosen(folder, number))
         if chosen is None:
-            return 0, replaced(trees, iter([leaf.given for leaf in job.of_trees]))
-        saved, prepared, found = job.agree(lambda: read(job, chosen))
-        job.agree(lambda: put_back(prepared))
+            return 0, replaced(trees, iter([leaf.given for leaf in job.plan.result().in_trees]))
+        saved, found, prepared = job.agree(lambda: _read(job, chosen, whole=optimizers is not None))
+        left = "Others may have put back theirs: restore again before you go on."
+        job.lead(lambda: ask_each(operator.call, prepared, "restore", "put back its part", left))
         return saved, replaced(trees, iter(found))
 
 
@@ -212,3 +189,24 @@ def _chosen(path: pathlib.Path, step: int | None) -> str | None:
         there = ", ".join(str(number) for number, _ in found) or "none"
         raise CheckpointError(f"restore: there is no complete checkpoint of step {step} in {path}; there are: {there}")
     return str(of_step[-1])
+
+
+def _read(job: Job, folder: str, *, whole: bool) -> tuple[int, list[Any], dict[int, Args]]:
+    """Return the checkpoint's step, the leaves of this caller's trees and, from the leader, what owners have prepared.
+
+    All of it is compared before any is put back.
+    """
+    reader, plan, what = Reader(folder), job.plan.result(), f"restore of {folder}"
+    ours = set(plan.places)
+    for place in reader.manifest["places"]:  # optimizers may be left out altogether
+        if place not in ours and (whole or place.startswith("trees")):
+            raise CheckpointError(f"{what}: {place} was saved, but is not asked for. Give trees of the same structure.")
+    of_callers = predecessors(job.callers, current_worker().size, reader.manifest)
+    of_all = [(of_callers[caller], work) for caller, one in job.plans.items() for work in one.works]
+    asked = by_owner((work.part(was), work) for was, work in of_all if not (work.own and was is None))
+    arguments = {owner: (folder, parts) for owner, parts in asked.items()}
+    left = "Nothing was restored on any worker."
+    prepared = ask_each(prepare, arguments, what, "prepare its part", left, stays=True)
+    held = held_leaves(reader, plan.leaves, of_callers)
+    found = [held.get(leaf.place, leaf.given) for leaf in plan.in_trees]
+    return int(reader.manifest["step"]), found, {owner: (one,) for owner, one in prepared.items()}

@@ -35,7 +35,17 @@ def described(leaf: Any, where: str) -> Description:
     if isinstance(leaf, jax.core.Tracer):
         raise CheckpointError(f"{where} is a traced value: save outside jax.jit and jax.grad")
     if isinstance(leaf, jax.Array):
-        return _described_jax(leaf, where)
+        if leaf.is_deleted():
+            raise CheckpointError(f"{where} has been deleted, perhaps by a function that it was donated to")
+        if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
+            raise CheckpointError(
+                f"{where} is spread over several processes ({leaf.sharding}). Save the part that each holds, "
+                "jd.per_worker(array.addressable_data(0))."
+            )
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        kind = "key" if is_key else "weak" if leaf.weak_type else "jax"
+        dtype = str(jax.random.key_impl(leaf)) if is_key else leaf.dtype.name
+        return {"kind": kind, "dtype": dtype, "shape": list(leaf.shape)}
     if isinstance(leaf, np.ndarray | np.generic):
         if leaf.dtype.kind not in "biufc" and not _is_extension(leaf.dtype):
             raise CheckpointError(f"{where} is {leaf.dtype}{list(leaf.shape)}, which files cannot hold: save numbers")
@@ -66,19 +76,6 @@ def check_function(leaf: Any, where: str) -> None:
             if is_users and isinstance(getattr(one, "__dict__", None), dict) and id(one) not in seen:
                 seen[id(one)] = one
                 waiting.append(dict(vars(one)))
-
-
-def _described_jax(leaf: jax.Array, where: str) -> Description:
-    if leaf.is_deleted():
-        raise CheckpointError(f"{where} has been deleted, perhaps by a function that it was donated to")
-    if not leaf.is_fully_addressable and not leaf.is_fully_replicated:
-        raise CheckpointError(
-            f"{where} is spread over several processes ({leaf.sharding}). Save the part that each holds, "
-            "jd.per_worker(array.addressable_data(0))."
-        )
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return {"kind": "key", "dtype": str(jax.random.key_impl(leaf)), "shape": list(leaf.shape)}
-    return {"kind": "weak" if leaf.weak_type else "jax", "dtype": leaf.dtype.name, "shape": list(leaf.shape)}
 
 
 def data(leaf: Any) -> np.ndarray | None:

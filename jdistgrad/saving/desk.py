@@ -1,193 +1,229 @@
-"""The workers that save or restore together: who they are, and what each of them says to the others.
+"""The desk at which those that save or restore together find each other.
 
 A program in which all ranks do the same, and one in which worker 0 drives and the others serve, call ``save`` in the
-same way: those that have called ``shutdown`` only serve, and all others are waited for. One worker, whose desk the
-others come to, keeps the lists: the first that is not lost.
+same way: those that have called ``shutdown`` only serve, and all others are waited for. All come to the desk of one
+worker, the first that is not lost, and are told who has come. From then on they are a group of their own.
+
+A desk's worker may die when it has told only some of a party. The others come to the next desk. Each that comes there,
+or is awaited there, says whom it has met last, so that the others are told the same.
 """
 
-import concurrent.futures
-import contextlib
 import functools
+import math
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 
 from jdistgrad.collectives.world import TOLD_SECONDS
-from jdistgrad.errors import (
-    CheckpointError,
-    DisagreementError,
-    DistgradError,
-    MissingRanksError,
-    WorkerLostError,
-    WorldClosedError,
-)
+from jdistgrad.errors import DisagreementError, MissingRanksError, WorkerLostError
 from jdistgrad.rpc import api
 from jdistgrad.rpc.functions import shown_as
+from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
-from jdistgrad.rpc.worker import current_worker
+from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.wire.polling import poll
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.002, 0.2
 SECONDS = 300.0  # as long as a barrier waits
-SLACK = 60.0  # for the desk's own error to arrive
+MET = "whom this worker has met last to save or restore"
 
-Said = dict[int, Any]  # what each worker said, by rank
+Company = dict[int, int]  # those that have met: the number of each one's call, by rank
 
 
 class Party:
-    """Those that save or restore together. They come once to find each other, and again after each stage.
+    """Those that come to the desk for the same thing.
 
     Attributes:
-      workers: those that must come. None, until all have come once: all that do not merely serve.
-      said: what those say that have come this time.
-      end: what all say, when all have come this time.
+      workers: the ranks of those that must come; None: all that do not merely serve.
+      came: those that have.
+      end: is done when all have come, or will not.
     """
 
     def __init__(self, what: str, workers: Sequence[int] | None):
         self.what, self.workers = what, workers
-        self.said: Said = {}
-        self.came = threading.Event()
-        self.failure: Exception | None = None
-        self.end: concurrent.futures.Future[Said] = concurrent.futures.Future()
+        self.came: Company = {}
+        self.bell, self.end = threading.Event(), Future[Company]()
+        self.end.add_done_callback(lambda _: self.bell.set())
 
     @property
-    def missing(self) -> list[int]:
+    def missing(self) -> set[int]:
         """The ranks of the workers that have not come; of those, some may merely serve, or be lost if named."""
-        return [rank for rank in (_living() if self.workers is None else self.workers) if rank not in self.said]
+        return set(_living() if self.workers is None else self.workers) - self.came.keys()
 
 
 class Desk:
-    """The meetings of a world, and who has still to be told of one that failed.
-
-    A worker's call has a name of its own, its attempt, by which it is found in the meeting that it has come to.
-    """
+    """The parties of which not all have come, and who has still to be told of one that failed."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._new: dict[str, Party] = {}  # to which not all have come once, by what they are for
-        self._of: dict[str, Party] = {}  # by attempt
+        self._open: dict[str, Party] = {}  # by what they are for
+        self._met: dict[int, Company] = {}  # whom each worker has met last, by its rank
         self._owed: dict[int, tuple[set[int], Exception]] = {}  # by rank: who was there, and what they were told
 
     def arrive(
-        self, what: str, rank: int, attempt: str, workers: Sequence[int] | None, said: Any
-    ) -> tuple[Party, concurrent.futures.Future[Said], bool]:
-        """Let a worker come to a meeting; return the meeting, its end, and whether the worker is the first there.
+        self, what: str, rank: int, call: int, workers: Sequence[int] | None, met: Company
+    ) -> tuple[Party, bool]:
+        """Let a worker come; return its party, and whether it is the first there.
 
-        A worker that has missed a meeting that failed is told so, unless the others have come again: otherwise it might
-        hold a meeting without them.
+        Workers that are missing here may wait in another party for some of these: then both parties fail.
 
         Raises:
-          DisagreementError: workers that are missing here wait elsewhere for some of these, who are told too.
+          Exception: that of a party which has failed without this worker, unless the others have come again: otherwise
+            the worker might hold a party without them.
         """
         with self._lock:
-            meeting = self._of.get(attempt) or self._new.get(what)
-            if meeting is None:
-                meeting = Party(what, workers)
-                were_there, why = self._owed.get(rank, (set(), None))
-                if why is not None and were_there & set(meeting.missing):
-                    del self._owed[rank]
+            party, (were_there, why) = self._open.get(what), self._owed.pop(rank, (set(), None))
+            if party is None:
+                party = Party(what, workers)
+                if why is not None and were_there & party.missing:
                     raise why
-                self._new[what] = meeting
-            if meeting.failure is None:
-                first = not meeting.said
-                self._of[attempt] = meeting
-                self._owed.pop(rank, None)
-                meeting.said[rank] = said
-                meeting.came.set()
-                self._compare(meeting)
-            if meeting.failure is not None:
-                raise meeting.failure
-            return meeting, meeting.end, first
+                self._open[what] = party
+            first = not party.came
+            party.came[rank] = call
+            party.bell.set()
+            self.note(rank, met)
+            there = [one for one in self._open.values() if one.came.keys() & party.missing]
+            apart = [one for one in there if one.missing & party.came.keys()]
+            if apart and not party.end.done():
+                other = f"worker {min(apart[0].came.keys() & party.missing)} in {apart[0].what}"
+                text = f"workers {sorted(party.came)} are in {what}, {other}. They must make the same calls."
+                self.fail([party, *apart], DisagreementError(text))
+            return party, first
 
-    def _compare(self, meeting: Party) -> None:
-        missing = set(meeting.missing)
-        apart = [
-            other
-            for other in {*self._new.values(), *self._of.values()} - {meeting}
-            if other.failure is None and other.said.keys() & missing and set(other.missing) & meeting.said.keys()
-        ]
-        if apart:
-            there = f"worker {min(apart[0].said.keys() & missing)} in {apart[0].what}"
-            text = f"workers {sorted(meeting.said)} are in {meeting.what}, {there}. They must make the same calls."
-            self.fail([meeting, *apart], DisagreementError(text))
-
-    def close(self, meeting: Party) -> Said:
-        """Return what all have said, who come to the next stage from now on. Raises the meeting's failure."""
+    def note(self, rank: int, met: Company) -> None:
+        """Note whom a worker has met last. A party of which some have met already, at a former desk, ends as it did."""
         with self._lock:
-            if meeting.failure is not None:
-                raise meeting.failure
-            if self._new.get(meeting.what) is meeting:
-                del self._new[meeting.what]
-            said = dict(sorted(meeting.said.items()))
-            meeting.workers, meeting.said, meeting.end = list(said), {}, concurrent.futures.Future()
-            return said
+            self._met[rank] = met
+            for party in list(self._open.values()):
+                for company in self._met.values():
+                    if company.items() & party.came.items():
+                        self._end(party, company)
 
-    def leave(self, attempt: str, why: str | None) -> None:
-        """Forget an attempt that has ended; or, if it has been left before, let its meeting fail."""
+    def _end(self, party: Party, met: Company | None = None) -> None:
+        """Tell a party who has come: all by now, or those who have met at a former desk."""
         with self._lock:
-            if why is None:
-                self._of.pop(attempt, None)
-            else:  # where this comes before the worker itself, the attempt has a meeting of its own, which has failed
-                self.fail([self._of.setdefault(attempt, Party("", ()))], CheckpointError(why))
+            if not party.end.done():
+                del self._open[party.what]
+                party.end.set_result(met or dict(sorted(party.came.items())))
 
-    def fail(self, meetings: Sequence[Party], error: Exception) -> None:
-        """Let meetings fail, unless they have; of those that have not come, note that they are to be told."""
+    def fail(self, parties: Sequence[Party], error: Exception) -> None:
+        """Let parties fail, unless they have ended; of those that have not come, note that they are to be told."""
         with self._lock:
-            here = {rank for one in meetings for rank in one.said}
-            for one in meetings:
-                if one.failure is None:
-                    one.failure = error
-                    one.came.set()
-                    if self._new.get(one.what) is one:  # else those that have not come are found by their attempts
-                        del self._new[one.what]
-                        self._owed |= dict.fromkeys(set(one.missing) - here, (here, error))
-                    one.said = dict.fromkeys(one.said)  # who was there; what they said may be large
+            here = {rank for one in parties for rank in one.came}
+            for one in parties:
+                if not one.end.done():
+                    self._owed |= dict.fromkeys(one.missing - here, (here, error))
+                    del self._open[one.what]
+                    one.end.set_exception(error)
+
+    def hold(self, party: Party) -> None:
+        """Wait until everybody has come who has to, or the party has failed, and let those that are there go on."""
+        until, pause = time.monotonic() + SECONDS, FIRST_PAUSE
+        try:
+            while not party.end.done() and (missing := self._awaited(party)):
+                if time.monotonic() > until:
+                    raise MissingRanksError(
+                        f"{party.what}: {_names(missing)} did not come within {SECONDS:g} s. Every worker that has not "
+                        "called shutdown() calls it too, with the same step; for some workers only, name them on each "
+                        "of them: workers=[...].",
+                        missing=sorted(missing),
+                    )
+                party.bell.wait(pause)
+                party.bell.clear()
+                pause = min(2 * pause, LONGEST_PAUSE)
+            self._end(party)
+        except Exception as error:
+            self.fail([party], error)
+
+    def _awaited(self, party: Party) -> set[int]:
+        """Ask those that are missing where they are; return those that may come."""
+        me = current_worker()
+        try:
+            serving = self._serving(party.missing)
+        except WorkerLostError:
+            if party.workers is None and me.survives:
+                return party.missing  # without the lost one
+            raise
+        missing = party.missing
+        if party.workers is None:
+            return missing - serving
+        gone = missing & serving
+        # Somebody may have come from a call that is served in ``shutdown``: others may be called, too.
+        if gone and not self._serving(list(party.came)):
+            text = f"{party.what}: {_names(gone)} will not come: shutdown() was called there"
+            raise MissingRanksError(text, missing=sorted(gone))
+        return missing
+
+    def _serving(self, ranks: Iterable[int]) -> set[int]:
+        """Ask workers; return the ranks of those that only serve."""
+        answers = {rank: api.rpc_async(rank, presence, timeout=SECONDS) for rank in ranks}
+        found = {rank: answer.result() for rank, answer in answers.items()}
+        for rank, (_, met) in found.items():
+            self.note(rank, met)
+        return {rank for rank, (only_serves, _) in found.items() if only_serves}
 
 
-def meet(what: str, attempt: str, said: Any, workers: Sequence[int] | None, seconds: float) -> Said:
-    """Wait for the other workers; return what each of them says, by rank: a barrier with values.
+@shown_as("a meeting of workers")
+def presence() -> tuple[bool, Company]:
+    """Return whether this worker has called ``shutdown``, and only serves until all have; and whom it has met last."""
+    me = current_worker()
+    return me.closing.wanted, me.kept.get(MET, {})
+
+
+@shown_as("a meeting of workers")
+def _arrived(what: str, rank: int, call: int, workers: Sequence[int] | None, met: Company) -> Future[Company]:
+    desk: Desk = current_worker().kept.setdefault("checkpoints' desk", Desk())
+    party, first = desk.arrive(what, rank, call, workers, met)
+    if first:
+        desk.hold(party)
+    return party.end
+
+
+def meet(what: str, call: int, workers: Sequence[int] | None = None) -> Company:
+    """Wait for the other workers that call the same; return who has come.
 
     Arguments:
-      what: the name of the meeting, the same on all of them.
-      attempt: a name for this call of this worker's, the same at all stages.
-      said: what this worker says.
+      what: what they call, the same on all of them.
+      call: the number of this worker's call, which is not repeated.
       workers: the ranks of those that come; None: all that have not called ``shutdown``, and are not lost.
-      seconds: how long to wait for them; without end for those that have come together once.
 
     Raises:
       WorkerLostError: some worker is lost that has to come, or gives no sign of life.
       MissingRanksError: some worker neither came nor called ``shutdown``.
-      DisagreementError: some worker is in another meeting instead.
-      CheckpointError: some worker has left the attempt.
+      DisagreementError: some worker calls something else.
     """
     me = current_worker()
     if workers is not None and set(workers) == {me.rank}:
-        return {me.rank: said}
+        return {me.rank: call}
+    entry, answer = CollectiveEntry(what, what, 0, by_calls=True), None
     while True:
-        at, others = _living()[0], _living() if workers is None else workers
+        at = _living()[0]
         try:
-            entry = CollectiveEntry(what, what, 0, by_calls=True)
-            with WatchedBlock(me, entry, others):
-                call = what, me.rank, attempt, workers, said, seconds
-                found: Said = me.rpc_async(at, _arrived, call, {}, seconds + SLACK).result()
+            with WatchedBlock(me, entry, _living() if workers is None else workers, goes_on=True):
+                args = what, me.rank, call, workers, me.kept.get(MET, {})
+                answer = me.rpc_async(at, _arrived, args, {}, math.inf)
+                me.kept[MET] = found = answer.result()
                 return found
+        except KeyboardInterrupt:
+            if answer is not None:
+                answer.add_done_callback(functools.partial(_leave, me, call))
+            raise
         except WorkerLostError as error:
-            is_of_the_desk = me.survives and error.worker == me.directory.workers[at]
-            if is_of_the_desk:
-                is_lost = functools.partial(me.peers.lost.__contains__, at)
-                poll(is_lost, TOLD_SECONDS)  # another thread is about to find out
-            if not (is_of_the_desk and at in me.peers.lost):
+            is_lost = functools.partial(me.peers.lost.__contains__, at)  # another thread is about to find out
+            if not (me.survives and error.worker == me.directory.workers[at] and poll(is_lost, TOLD_SECONDS)):
                 raise
 
 
-def leave(attempt: str, why: str | None) -> None:
-    """Tell the desk that an attempt has ended; ``why``: before its end, so that nobody waits for this worker.
+def _leave(worker: Worker, call: int, answer: Future[Company]) -> None:
+    """Leave the group of a call that Ctrl-C has ended, as soon as there is one: its members wait for this worker."""
+    if answer.exception() is None and answer.result().get(worker.rank) == call:
+        group_of(worker, answer.result()).leave("KeyboardInterrupt")
 
-    Does not wait for the desk.
-    """
-    with contextlib.suppress(DistgradError):  # the world is closed, or broken
-        current_worker().rpc_async(_living()[0], _left, (attempt, why), {}, SECONDS)
+
+def group_of(worker: Worker, company: Company) -> Members:
+    """Return the group of those that have met, which is another one for each call."""
+    return Members(worker, list(company), tuple(company.items()), by_calls=True)
 
 
 def _living() -> list[int]:
@@ -196,82 +232,5 @@ def _living() -> list[int]:
     return [rank for rank in range(worker.size) if rank not in worker.peers.lost]
 
 
-@shown_as("a meeting of workers")
-def _arrived(
-    what: str, rank: int, attempt: str, workers: Sequence[int] | None, said: Any, seconds: float
-) -> concurrent.futures.Future[Said]:
-    meeting, end, first = _desk().arrive(what, rank, attempt, workers, said)
-    if first:
-        hold(_desk(), meeting, seconds)
-    return end
-
-
-def _left(attempt: str, why: str | None) -> None:
-    _desk().leave(attempt, why)
-
-
-def _desk() -> Desk:
-    desk: Desk = current_worker().kept.setdefault("checkpoints' desk", Desk())
-    return desk
-
-
-def hold(desk: Desk, meeting: Party, seconds: float) -> None:
-    """Wait until everybody has come who has to, or the meeting has failed, and let those that are there go on.
-
-    It is closed before they do, since they may come to the next one of the same name.
-    """
-    until, pause, end = time.monotonic() + seconds, FIRST_PAUSE, meeting.end
-    try:
-        while meeting.failure is None and (missing := _awaited(meeting, seconds)):
-            if time.monotonic() > until:
-                raise MissingRanksError(
-                    f"{meeting.what}: {_names(missing)} did not come within {seconds:g} s. Every worker that has not "
-                    "called shutdown() calls it too, with the same step; for some workers only, name them on each of "
-                    "them: workers=[...].",
-                    missing=missing,
-                )
-            meeting.came.wait(pause)
-            meeting.came.clear()
-            pause = min(2 * pause, LONGEST_PAUSE)
-        end.set_result(desk.close(meeting))
-    except Exception as error:
-        desk.fail([meeting], error)
-        end.set_exception(error)
-
-
-def _awaited(meeting: Party, seconds: float) -> list[int]:
-    """Ask those that are missing whether they merely serve; return those that do not.
-
-    They are asked also where it is known who has to come: only the loss of a worker that is asked is noticed.
-    """
-    me = current_worker()
-    if me.failure is not None:
-        raise me.failure
-    if me.closed:  # a world that is no more would be waited in for ever
-        raise WorldClosedError(f"{meeting.what}: the world was shut down meanwhile", worker=me.info)
-    try:
-        asked = [(rank, api.rpc_async(rank, only_serves, timeout=seconds)) for rank in meeting.missing]
-        serving = {rank for rank, answer in asked if answer.result()}
-    except WorkerLostError as error:
-        if meeting.workers is None and me.survives:
-            return meeting.missing  # without the lost one
-        why = me.peers.lost.get(error.worker.rank, str(error))
-        raise WorkerLostError(f"{meeting.what}: {why}", worker=error.worker) from error
-    missing = meeting.missing
-    if meeting.workers is None:
-        return [rank for rank in missing if rank not in serving]
-    gone = [rank for rank in missing if rank in serving]
-    # Somebody may have come from a call that is served in ``shutdown``: others may be called, too.
-    if gone and not any(api.rpc_sync(rank, only_serves, timeout=seconds) for rank in list(meeting.said)):
-        text = f"{meeting.what}: {_names(gone)} will not come: shutdown() was called there"
-        raise MissingRanksError(text, missing=gone)
-    return missing
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ", ".join(str(current_worker().directory.workers[rank]) for rank in ranks)
-
-
-def only_serves() -> bool:
-    """Return whether this worker has called ``shutdown``, and goes on serving until all have."""
-    return current_worker().closing.wanted
+def _names(ranks: Iterable[int]) -> str:
+    return ", ".join(str(current_worker().directory.workers[rank]) for rank in sorted(ranks))

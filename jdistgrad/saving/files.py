@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import json
 import logging
+import math
 import os
 import pathlib
 import re
@@ -66,7 +67,7 @@ def begin(path: Folder, step: int) -> Folder:
     return folder
 
 
-def publish(folder: Folder, step: int, manifest: dict[str, Any]) -> Folder:
+def publish(folder: Folder, step: int, manifest: dict[str, Any]) -> None:
     """Write the manifest and give the folder its name: from here on the checkpoint is complete, and the last one."""
     path = folder.parent
     turn = 1 + max((int(read_manifest(last).get("turn", 0)) for _, last in complete(path)[-1:]), default=0)
@@ -74,10 +75,8 @@ def publish(folder: Folder, step: int, manifest: dict[str, Any]) -> Folder:
     synchronize(folder / MANIFEST)
     synchronize(folder)
     names = (f"{step}-{again}" if again else str(step) for again in itertools.count())
-    final = next(path / name for name in names if not (path / name).exists())
-    folder.rename(final)
+    folder.rename(next(path / name for name in names if not (path / name).exists()))
     synchronize(path)
-    return final
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
@@ -94,9 +93,9 @@ def remove_all_but(path: Folder, keep: float) -> None:
     Each is renamed first: half of one must not look whole.
     """
     found = complete(path)
-    last = dict(found)
-    latest = [one for step, one in reversed(found) if one == last[step]]
-    kept = set(latest[: int(min(keep, len(latest)))])
+    last = dict(found)  # the last of each step
+    steps = list(dict.fromkeys(step for step, _ in reversed(found)))
+    kept = [last[step] for step in steps[: int(min(keep, len(steps)))]]
     for _, one in found:
         if one not in kept:
             hidden = one.with_name(f"{REMOVING}{one.name}")
@@ -123,18 +122,13 @@ def orbax() -> Any:
     return orbax.checkpoint
 
 
-def write(folder: Folder, arrays: Arrays) -> None:
+def write(folder: str, arrays: Arrays) -> None:
     """Write arrays into a new folder; return when they are on the disk."""
-    orbax()
     if not arrays:
         return
-    if jax.process_count() > 1 and jax.process_index() != 0:
-        api.rpc_sync(WRITER, write_here, (str(folder), arrays), timeout=float("inf"))
-    else:
-        write_here(str(folder), arrays)
-
-
-def write_here(folder: str, arrays: Arrays) -> None:
+    if jax.process_index() != 0:
+        api.rpc_sync(WRITER, write, (folder, arrays), timeout=math.inf)
+        return
     ocp, log = orbax(), logging.getLogger("absl")
 
     def is_not_raised_too(record: logging.LogRecord) -> bool:  # orbax logs its threads' tracebacks, a hundred lines
@@ -150,12 +144,11 @@ def write_here(folder: str, arrays: Arrays) -> None:
     finally:
         log.removeFilter(is_not_raised_too)
     for parent, _, names in os.walk(folder, topdown=False):
-        for name in names:
+        for name in (*names, ""):
             synchronize(Folder(parent, name))
-        synchronize(Folder(parent))
 
 
-def read(folder: pathlib.Path, names: Iterable[str]) -> Arrays:
+def read(folder: Folder, names: Iterable[str]) -> Arrays:
     """Read some of the arrays in a folder."""
     ocp, chosen = orbax(), sorted(names)
     if not chosen:

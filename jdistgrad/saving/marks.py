@@ -5,12 +5,11 @@ Marks in the tree say what differs from worker to worker, and what is divided am
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jdistgrad.autograd.gradients import RemoteGradient
@@ -168,19 +167,13 @@ def slice_length(shape: Sequence[int], count: int) -> int:
     return -(-math.prod(shape) // count)
 
 
-def overlapping(shape: Sequence[int], rank: int, count: int, before: int) -> range:
-    """Return the ranks, of as many as there were before, whose slices the new slice of a rank is made of."""
-    new, old = slice_length(shape, count), slice_length(shape, before)
-    first, last = rank * new, min((rank + 1) * new, math.prod(shape))
-    return range(first // old, -(-last // old)) if last > first else range(0)
+def pieces(one: Slice, before: int) -> Iterator[tuple[int, slice, slice]]:
+    """Yield what a new slice is made of, where as many divided the array before: each rank, the place, and what it had.
 
-
-def regrouped(parts: Mapping[int, np.ndarray], one: Slice, before: int, dtype: Any) -> np.ndarray:
-    """Return the new slice of a rank, made of the old slices of some ranks."""
-    new, old, whole = slice_length(one.shape, one.count), slice_length(one.shape, before), math.prod(one.shape)
-    found, first = np.zeros(new, dtype), one.rank * new
-    for rank, part in parts.items():
-        low, high = max(first, rank * old), min(first + new, (rank + 1) * old, whole)
-        if high > low:
-            found[low - first : high - first] = part[low - rank * old : high - rank * old]
-    return found
+    The places are those in the new slice and in the rank's old one.
+    """
+    new, old = slice_length(one.shape, one.count), slice_length(one.shape, before)
+    first, end = one.rank * new, min((one.rank + 1) * new, math.prod(one.shape))
+    for rank in range(first // old, -(-end // old)) if end > first else ():
+        low, high = max(first, rank * old), min(end, (rank + 1) * old)
+        yield rank, slice(low - first, high - first), slice(low - rank * old, high - rank * old)

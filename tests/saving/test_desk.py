@@ -10,19 +10,23 @@ import jax.numpy as jnp
 import pytest
 
 import jdistgrad as jd
+from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.waits import waits_of
 from jdistgrad.rpc.watchdog import calls_package
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import desk as desks
-from jdistgrad.saving.desk import Desk, hold
+from jdistgrad.saving.desk import Desk
 from jdistgrad.threads import frames
 from jdistgrad.wire.polling import poll
 
 pytestmark = pytest.mark.one_process  # the failure of one rank ends a job
 
 
-def meet(what, said=None, workers=None, seconds=60.0):
-    return desks.meet(what, f"{jd.rank()}.{what}", said, workers, seconds)
+calls = itertools.count()
+
+
+def meet(what, workers=None):
+    return desks.meet(what, next(calls), workers)
 
 
 def stack_of(thread):
@@ -39,7 +43,7 @@ def test_a_meeting_ends_with_its_world():
             assert waits.wait(60)
             raise RuntimeError("boom")
         waits.set()
-        meet("a meeting", None, [0, 1, 2], float("inf"))
+        meet("a meeting", [0, 1, 2])
 
     with pytest.raises(RuntimeError, match="boom"):
         jd.spawn(main, 3)
@@ -57,7 +61,7 @@ def test_one_that_has_shut_down_is_not_awaited():
         said = ""
         if me.rank != 1:
             try:
-                meet("a meeting", None, [0, 1, 2], float("inf"))
+                meet("a meeting", [0, 1, 2])
             except jd.MissingRanksError as error:
                 said = str(error)
             both_were_told.wait()
@@ -126,7 +130,7 @@ def test_a_program_in_code_of_its_own_may_still_come_to_a_meeting():
 
 
 def come_to_a_meeting():
-    return sorted(meet("a meeting", jd.rank(), [1, 2]).items())
+    return sorted(meet("a meeting", [1, 2]))
 
 
 def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later():
@@ -140,7 +144,7 @@ def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later(
         jd.shutdown()
         return said
 
-    assert jd.spawn(main, 3)[0] == [[(1, 1), (2, 2)]] * 2
+    assert jd.spawn(main, 3)[0] == [[1, 2]] * 2
 
 
 @pytest.fixture
@@ -149,33 +153,19 @@ def desk():
         yield Desk()
 
 
-attempts = itertools.count()
-
-
-def come(desk, rank, what, workers=None, said=None, attempt=None):
-    return desk.arrive(what, rank, attempt or f"{rank}.{next(attempts)}", workers, said)
+def come(desk, rank, what, workers=None, met=()):
+    return desk.arrive(what, rank, next(calls), workers, dict(met))
 
 
 def disagreeing(desk):
     """Let a disagreement be found between workers 0 and 2; worker 1 has not come."""
-    meeting, end, _ = come(desk, 0, "one thing")
+    party, _ = come(desk, 0, "one thing")
     told = r"\[2\] are in another thing, worker 0 in one thing"
-    with pytest.raises(jd.DisagreementError, match=told):
-        come(desk, 2, "another thing")
-    hold(desk, meeting, 1.0)
-    with pytest.raises(jd.DisagreementError, match=told):
-        end.result(0)
-
-
-def test_those_who_go_on_come_to_the_next_meeting_of_the_name(desk):
-    meeting, end, _ = come(desk, 0, "a meeting", [0], "first")
-    found = []
-    end.add_done_callback(lambda _: found.append(come(desk, 0, "a meeting", [0], "second")))
-    hold(desk, meeting, 1.0)
-    assert end.result() == {0: "first"}
-    ((next_meeting, _, first_there),) = found
-    assert first_there
-    assert next_meeting.said == {0: "second"}
+    other, _ = come(desk, 2, "another thing")
+    for each in (party, other):
+        desk.hold(each)
+        with pytest.raises(jd.DisagreementError, match=told):
+            each.end.result(0)
 
 
 @pytest.mark.parametrize("what", ["one thing", "another thing", "a third thing"])
@@ -189,27 +179,35 @@ def test_one_who_comes_after_a_disagreement_is_told_once(desk, what):
 
 def test_one_who_has_missed_a_disagreement_may_meet_others_or_those_who_have_come_again(desk):
     disagreeing(desk)
-    assert come(desk, 1, "of some", [1])[2]
+    assert come(desk, 1, "of some", [1])[1]
     disagreeing(desk)
-    assert [come(desk, rank, "a third thing")[2] for rank in range(3)] == [True, False, False]
+    assert [come(desk, rank, "a third thing")[1] for rank in range(3)] == [True, False, False]
 
 
-def test_one_who_leaves_an_attempt_is_awaited_no_more(desk):
-    meeting, end, _ = come(desk, 0, "a save", [0, 1], attempt="a")
-    come(desk, 1, "a save", [0, 1], attempt="b")
-    hold(desk, meeting, 1.0)
-    assert set(end.result(0)) == {0, 1}
-    again, end, first = come(desk, 0, "a save", [0, 1], attempt="a")
-    assert (again, first) == (meeting, True)
-    desk.leave("b", "worker1 has left")
-    hold(desk, meeting, 1.0)
-    desk.leave("c", "worker2 has left, which has not come yet")
-    for told in (
-        lambda: end.result(0),
-        lambda: come(desk, 1, "a save", attempt="b"),
-        lambda: come(desk, 2, "", attempt="c"),
-    ):
-        with pytest.raises(jd.CheckpointError, match="has left"):
-            told()
-    first = come(desk, 1, "the next")[0]
-    assert come(desk, 0, "the next")[0] is first
+def test_those_whom_a_lost_desk_has_not_told_are_told_by_those_whom_it_has(desk):
+    """Also where these have gone on to another call: that is no disagreement."""
+    party, _ = come(desk, 1, "a save")
+    met = {0: next(calls), **party.came, 2: next(calls)}
+    come(desk, 2, "the next", met=met)
+    assert party.end.result(0) == met
+    late = desk.arrive("a save", 0, met[0], None, {})[0]
+    assert late.end.result(0) == met
+
+
+def test_ctrl_c_ends_a_wait_for_others_on_all_workers(tmp_path, monkeypatch):
+    """Those that come later are told, instead of waiting for the one that has left."""
+    result, presses = CallFuture.result, [KeyboardInterrupt()]
+
+    def interrupted(future, *args):
+        if presses and jd.rank() == 1:
+            raise presses.pop()
+        return result(future, *args)
+
+    def main():
+        me = jd.init()
+        with pytest.raises(KeyboardInterrupt if me.rank == 1 else jd.CheckpointError, match=r"worker1|^$"):
+            jd.save(tmp_path, 1)
+        jd.shutdown()
+
+    monkeypatch.setattr(CallFuture, "result", interrupted)
+    jd.spawn(main, 3)
