@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import jaxprs
-from jdistgrad.collectives.engines import CHUNK
-from jdistgrad.collectives.operations import OPERATIONS, Route
+from jdistgrad.collectives.operations import CHUNK, OPERATIONS, Route
 from jdistgrad.collectives.roll_call import agree, word_of
 from jdistgrad.collectives.spanning import Finish, Program
 from jdistgrad.errors import CollectiveError

@@ -12,14 +12,13 @@ import numpy as np
 
 from jdistgrad.collectives import world
 from jdistgrad.collectives.host_arrays import empty
-from jdistgrad.collectives.operations import COMBINE, OPERATIONS, Route, combined, described
+from jdistgrad.collectives.operations import CHUNK, COMBINE, OPERATIONS, Route, combined, described
 from jdistgrad.collectives.roll_call import require_same_texts
 from jdistgrad.collectives.world import raise_lost
 from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
 from jdistgrad.wire.arrays import EXTENSIONS_FROM
 
-CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
 SUMMED = 2 << 20  # bytes, see ``OverMPI._reduce_scatter``
 MOVES = 1000  # the tag of letters along routes: users' tags are smaller
 

@@ -21,6 +21,8 @@ from jax.interpreters import ad, batching, mlir
 
 Shape = tuple[int, ...]
 
+CHUNK = 1 << 29  # bytes: MPI counts are C ints, and a gather multiplies them by the number of ranks
+
 # How arrays of several ranks are combined.
 
 COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min": np.minimum}

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.linen.dtypes import canonicalize_dtype
 
-from jdistgrad.collectives import Collectives
-from jdistgrad.collectives.base import require_collectives
+from jdistgrad.collectives.base import Collectives, require_collectives
 
 
 def batch_statistics(

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jdistgrad.collectives import Collectives
+from jdistgrad.collectives.base import Collectives
 from jdistgrad.collectives.descriptions import flatten, is_sparse
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.operations import divided

@@ -14,8 +14,7 @@ from jdistgrad.autograd.contexts import Context, find_context
 from jdistgrad.autograd.tape.contributions import value_gradient
 from jdistgrad.autograd.tape.ledger import REFERENCE, Target
 from jdistgrad.autograd.values.holes import is_float_array
-from jdistgrad.collectives import Collectives
-from jdistgrad.collectives.base import require_collectives
+from jdistgrad.collectives.base import Collectives, require_collectives
 from jdistgrad.collectives.default import of_this_world
 from jdistgrad.collectives.descriptions import (
     enclosed,

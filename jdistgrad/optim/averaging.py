@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistgrad.collectives import Collectives
-from jdistgrad.collectives.base import require_collectives
+from jdistgrad.collectives.base import Collectives, require_collectives
 from jdistgrad.collectives.default import shared
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.collectives.host_arrays import any_traced

@@ -19,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistgrad.collectives import Collectives
-from jdistgrad.collectives.base import require_collectives
+from jdistgrad.collectives.base import Collectives, require_collectives
 from jdistgrad.collectives.default import shared
 from jdistgrad.collectives.operations import divided
 from jdistgrad.data_parallel.buckets import limits_of, plan_buckets

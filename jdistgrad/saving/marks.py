@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jdistgrad.autograd.gradients import RemoteGradient
-from jdistgrad.collectives import Collectives
+from jdistgrad.collectives.base import Collectives
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.optim.sharding import on_parameters

@@ -20,10 +20,10 @@ from jdistgrad.rpc import trees
 from jdistgrad.rpc.futures import CallFuture, done_future
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving import descriptions, files
-from jdistgrad.saving.descriptions import Description
+from jdistgrad.saving import files, saved_leaves
 from jdistgrad.saving.marks import Leaf, Slice, leaves_of, require_different
 from jdistgrad.saving.reading import SHARED, Reader, own_part
+from jdistgrad.saving.saved_leaves import Description
 from jdistgrad.wire.interrupts import wait_for_first
 from jdistgrad.wire.message import spell
 
@@ -273,10 +273,10 @@ def _described(leaf: Any, where: str, arrays: files.Arrays) -> Description:
         group = leaf.group and [int(rank) for rank in leaf.group]
         more["slice"] = {"shape": list(leaf.shape), "rank": leaf.rank, "count": leaf.count, "group": group}
         leaf = leaf.part
-    description = descriptions.described(leaf, where)
+    description = saved_leaves.described(leaf, where)
     if description["kind"] == "function":
-        descriptions.check_function(leaf, where)
-    stored = descriptions.data(leaf) if "shape" in description else None
+        saved_leaves.check_function(leaf, where)
+    stored = saved_leaves.data(leaf) if "shape" in description else None
     if stored is not None:
         more["at"] = str(len(arrays))
         arrays[more["at"]] = stored

@@ -10,9 +10,9 @@ from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.restoring import first_difference
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving import descriptions, files
-from jdistgrad.saving.descriptions import Description
+from jdistgrad.saving import files, saved_leaves
 from jdistgrad.saving.marks import Leaf, Slice, pieces
+from jdistgrad.saving.saved_leaves import Description
 
 SHARED = "shared"
 
@@ -59,15 +59,15 @@ class Reader:
 
     def fitting(self, saved: Mapping[str, Description], ours: Mapping[str, Any], what: str = "") -> dict[str, Any]:
         """Return the saved leaves for ours, by place. Raises CheckpointError if they do not fit."""
-        expected = {place: descriptions.described(leaf, what + place) for place, leaf in ours.items()}
-        differs = first_difference(saved, expected, descriptions.fits, descriptions.spelled)
+        expected = {place: saved_leaves.described(leaf, what + place) for place, leaf in ours.items()}
+        differs = first_difference(saved, expected, saved_leaves.fits, saved_leaves.spelled)
         if differs is not None:
             raise CheckpointError(
                 f"restore of {self.folder} on {current_worker().info}: {what}{differs}. Nothing was restored on any "
                 "worker."
             )
         data = self.data(saved)
-        return {place: descriptions.rebuilt(saved[place], data[place], leaf) for place, leaf in ours.items()}
+        return {place: saved_leaves.rebuilt(saved[place], data[place], leaf) for place, leaf in ours.items()}
 
 
 def predecessors(callers: Sequence[int], size: int, manifest: Mapping[str, Any]) -> dict[int, int | None]:
@@ -100,7 +100,7 @@ def held_leaves(reader: Reader, leaves: Sequence[Leaf], of_callers: Predecessors
 def _slice(reader: Reader, place: str, ours: Slice, of_callers: Predecessors) -> Any:
     """Return this worker's slice of an array, cut anew from the slices that were saved."""
     by_rank = {one["slice"]["rank"]: one for one in _slices_of_group(reader, place, ours, of_callers)}
-    expected = descriptions.described(ours.part, place)
+    expected = saved_leaves.described(ours.part, place)
     one = next(iter(by_rank.values()), None)
     found = "missing" if one is None else f"{one['dtype']}{one['slice']['shape']}"
     wanted = f"{expected['dtype']}{list(ours.shape)}"
@@ -111,10 +111,10 @@ def _slice(reader: Reader, place: str, ours: Slice, of_callers: Predecessors) ->
         )
     needed = {rank: (to, of) for rank, to, of in pieces(ours, len(by_rank))}
     data = reader.data({rank: by_rank[rank] for rank in needed})
-    made = np.zeros(ours.part.shape, descriptions.named_dtype(expected["dtype"]))
+    made = np.zeros(ours.part.shape, saved_leaves.named_dtype(expected["dtype"]))
     for rank, (to, of) in needed.items():
-        made[to] = descriptions.host(made.dtype, tuple(by_rank[rank]["shape"]), data[rank])[of]
-    return descriptions.rebuilt({**expected, "kind": one["kind"]}, made, ours.part)
+        made[to] = saved_leaves.host(made.dtype, tuple(by_rank[rank]["shape"]), data[rank])[of]
+    return saved_leaves.rebuilt({**expected, "kind": one["kind"]}, made, ours.part)
 
 
 def _slices_of_group(reader: Reader, place: str, ours: Slice, of_callers: Predecessors) -> list[Description]:

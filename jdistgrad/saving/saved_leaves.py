@@ -12,9 +12,9 @@ import numpy as np
 
 from jdistgrad._compat import weakly_typed
 from jdistgrad.errors import CheckpointError
+from jdistgrad.leaves import LeafSpec, check_kept, named_dtype as named_dtype, plain
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.fingerprints import ALIKE
-from jdistgrad.wire.arrays import check_kept, named_dtype as named_dtype
 
 Description = dict[str, Any]
 
@@ -42,10 +42,9 @@ def described(leaf: Any, where: str) -> Description:
                 f"{where} is spread over several processes ({leaf.sharding}). Save the part that each holds, "
                 "jd.per_worker(array.addressable_data(0))."
             )
-        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        kind = "key" if is_key else "weak" if leaf.weak_type else "jax"
-        dtype = str(jax.random.key_impl(leaf)) if is_key else leaf.dtype.name
-        return {"kind": kind, "dtype": dtype, "shape": list(leaf.shape)}
+        spec = LeafSpec.of(leaf)
+        kind = "jax" if spec.impl is None else "key"
+        return {"kind": "weak" if spec.weak else kind, "dtype": spec.impl or spec.dtype.name, "shape": list(spec.shape)}
     if isinstance(leaf, np.ndarray | np.generic):
         if leaf.dtype.kind not in "biufc" and not _is_extension(leaf.dtype):
             raise CheckpointError(f"{where} is {leaf.dtype}{list(leaf.shape)}, which files cannot hold: save numbers")
@@ -80,8 +79,7 @@ def check_function(leaf: Any, where: str) -> None:
 
 def data(leaf: Any) -> np.ndarray | None:
     """Return the data of a leaf as files hold it; None where there is none to hold."""
-    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        leaf = jax.random.key_data(leaf)
+    leaf = plain(leaf)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or leaf.size == 0:
         return None
     host = np.asarray(leaf)

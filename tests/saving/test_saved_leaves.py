@@ -9,11 +9,11 @@ from flax import linen as nn
 
 import jdistgrad as jd
 from jdistgrad._compat import weakly_typed
-from jdistgrad.saving import descriptions
+from jdistgrad.saving import saved_leaves
 
 
 def back(leaf):
-    return descriptions.rebuilt(descriptions.described(leaf, "x"), descriptions.data(leaf), leaf)
+    return saved_leaves.rebuilt(saved_leaves.described(leaf, "x"), saved_leaves.data(leaf), leaf)
 
 
 def on(number, array):
@@ -49,7 +49,7 @@ def test_a_leaf_comes_back_on_its_device(what):
 @pytest.mark.parametrize("leaf", [np.array(["a", "b"]), np.zeros(2, "M8[D]"), np.zeros(2, [("a", "f4")])])
 def test_what_files_cannot_hold_is_refused(leaf):
     with pytest.raises(jd.CheckpointError):
-        descriptions.described(leaf, "trees['x']")
+        saved_leaves.described(leaf, "trees['x']")
 
 
 class Model:
@@ -63,7 +63,7 @@ class Model:
 def test_an_object_that_holds_arrays_is_no_function():
     for leaf in (Model(jnp.ones(3)), Model({"inner": Model(np.ones(3))})):
         with pytest.raises(jd.CheckpointError, match=r"trees\['x'\] is a Model, which can be .* Register the class"):
-            descriptions.check_function(leaf, "trees['x']")
+            saved_leaves.check_function(leaf, "trees['x']")
 
 
 def test_functions_and_what_is_made_of_them_may_stay():
@@ -72,4 +72,4 @@ def test_functions_and_what_is_made_of_them_may_stay():
     schedule = optax.linear_schedule(jnp.ones(()), 0.0, 3)
     functions = jnp.tanh, jax.jit(jnp.tanh), jax.nn.relu, jnp.float32, schedule
     for leaf in (*functions, Model(schedule, "name"), nn.Dense(3), itself):
-        descriptions.check_function(leaf, "trees['x']")
+        saved_leaves.check_function(leaf, "trees['x']")
