@@ -97,7 +97,8 @@ class Members:
     Attributes:
       ranks: those of the workers, in the group's order; ``rank``: this worker's place among them.
       name: the same on all of them, and of no other group.
-      by_calls: whether its meetings are of those that save together: see ``CollectiveEntry``.
+      by_calls: whether its meetings are of those that save together: see ``CollectiveEntry``. Such a group has a parent
+        of its own.
     """
 
     def __init__(self, worker: Mailbox, ranks: Sequence[int], parent: Any = None, *, by_calls: bool = False):
@@ -109,7 +110,8 @@ class Members:
         self.rank = self.ranks.index(worker.rank)
         self._worker, self._info = weakref.ref(worker), worker.info  # programs keep groups, which must not keep workers
         self._groups = worker.part(Groups)
-        number = next(self._groups.made.setdefault((parent, self.ranks), itertools.count()))
+        counts = self._groups.made
+        number = 0 if by_calls else next(counts.setdefault((parent, self.ranks), itertools.count()))
         text = repr((parent, self.ranks, number))
         self.name = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
         self._arrivals, self._turn = self._groups.arrivals(self.name), -1
