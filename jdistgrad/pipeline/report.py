@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from jdistgrad.pipeline.shares import Done
 from jdistgrad.schedules.forecasting import Forecast, draw, forecast
-from jdistgrad.schedules.schedule import Costs, Kind, Schedule
+from jdistgrad.schedules.schedule import KINDS, Costs, Kind, Schedule
 
 
 class Report:
@@ -46,14 +46,15 @@ class Report:
         for row, times in zip(self.schedule.actions, self.times, strict=True):
             for action, (_, begin, half, end) in zip(row, times, strict=True):
                 found[action.kind, action.stage].append(end - begin)
-                if action.kind is Kind.BACKWARD:
-                    found[Kind.INPUT, action.stage].append(half - begin)
-                    found[Kind.WEIGHT, action.stage].append(end - half)
+                parts = KINDS[action.kind].parts
+                if len(parts) > 1:
+                    for part, seconds in zip(parts, (half - begin, end - half), strict=True):
+                        found[part, action.stage].append(seconds)
         usual = {key: statistics.median(seconds) if seconds else 0.0 for key, seconds in found.items()}
-        for stage in stages:
-            if not found[Kind.BACKWARD, stage]:
-                usual[Kind.BACKWARD, stage] = usual[Kind.INPUT, stage] + usual[Kind.WEIGHT, stage]
-        each = {kind: [usual[kind, stage] for stage in stages] for kind in Kind}
+        each = {
+            kind: [usual[kind, k] if found[kind, k] else sum(usual[part, k] for part in spec.parts) for k in stages]
+            for kind, spec in KINDS.items()
+        }
         return Costs(each[Kind.FORWARD], each[Kind.BACKWARD], each[Kind.INPUT], each[Kind.WEIGHT])
 
     @functools.cached_property

@@ -7,17 +7,16 @@ light, backward passes and their input halves dark, weight halves striped.
 import colorsys
 import dataclasses
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from jdistgrad.schedules.playing import Inputs, Span, played
-from jdistgrad.schedules.schedule import Action, Costs, Kind, Schedule
+from jdistgrad.schedules.schedule import KINDS, Action, Costs, Kind, Schedule
 
 WIDTH, LEFT, TOP, ROW, HEIGHT, BOTTOM = 900.0, 76.0, 64.0, 30.0, 24.0, 34.0  # HEIGHT is that of a box in its ROW
 LETTER = 6.4  # width of a letter
 TURN = 0.381966  # of the circle of colours from one microbatch to the next: neighbours differ
-LIGHT, DARK, STRIPED = 0.84, 0.42, 0.66
-SHADES = {Kind.FORWARD: LIGHT, Kind.BACKWARD: DARK, Kind.INPUT: DARK, Kind.WEIGHT: STRIPED}
 
 STYLE = """
 .jdistgrad-pipeline text { font: 11px ui-monospace, Menlo, Consolas, monospace; fill: #222; text-anchor: middle; }
@@ -86,7 +85,10 @@ class Forecast:
         A recording is kept from the start of a forward pass to the end of its backward pass, or of the half that
         computes weight gradients. Without backward passes nothing is recorded.
         """
-        return tuple(map(_peak, self.schedule.actions)) if self.schedule.trains else (0,) * self.schedule.workers
+        if not self.schedule.trains:
+            return (0,) * self.schedule.workers
+        rows = ((KINDS[action.kind].keeps for action in row) for row in self.schedule.actions)
+        return tuple(max(itertools.accumulate(row, initial=0)) for row in rows)
 
     def text(self) -> str:
         """Return a table with a row for each worker."""
@@ -112,17 +114,6 @@ class Forecast:
 
     def __repr__(self) -> str:
         return f"<Forecast of {self}>"
-
-
-def _peak(row: Sequence[Action]) -> int:
-    alive = most = 0
-    for kind, _, _ in row:
-        if kind is Kind.FORWARD:
-            alive += 1
-            most = max(most, alive)
-        elif kind is not Kind.INPUT:
-            alive -= 1
-    return most
 
 
 def draw(title: str, schedule: Schedule, spans: Sequence[Sequence[Span]], seconds: float) -> str:
@@ -151,15 +142,16 @@ def draw(title: str, schedule: Schedule, spans: Sequence[Sequence[Span]], second
 
 def _box(action: Action, x: float, top: float, width: float, tooltip: str = "") -> Iterator[str]:
     """Yield a box, with as much of the action's name in it as fits."""
-    red, green, blue = colorsys.hls_to_rgb((0.58 + action.microbatch * TURN) % 1, SHADES[action.kind], 0.6)
+    spec = KINDS[action.kind]
+    red, green, blue = colorsys.hls_to_rgb((0.58 + action.microbatch * TURN) % 1, spec.lightness, 0.6)
     colour = f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
     place = f'x="{x:.2f}" y="{top}" width="{width:.2f}" height="{HEIGHT}"'
     yield f'<rect stroke="#fff" stroke-width="0.5" {place} fill="{colour}"><title>{tooltip}</title></rect>'
-    if action.kind is Kind.WEIGHT:
+    if spec.striped:
         yield f'<rect {place} fill="url(#jdg-stripes)" pointer-events="none"/>'
     label = next((one for one in (str(action), str(action.microbatch)) if len(one) * LETTER < width - 1), "")
     if label:
-        on = "on-dark" if SHADES[action.kind] == DARK else "on-light"
+        on = "on-dark" if spec.lightness < 0.5 else "on-light"
         yield f'<text class="{on}" x="{x + width / 2:.2f}" y="{top + 16:.0f}" pointer-events="none">{label}</text>'
 
 

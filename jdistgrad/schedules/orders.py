@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from jdistgrad.errors import ScheduleError
 from jdistgrad.schedules.playing import play
-from jdistgrad.schedules.schedule import Action, Costs, Kind, Schedule
+from jdistgrad.schedules.schedule import KINDS, Action, Costs, Kind, Schedule
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.INPUT, Kind.WEIGHT  # noqa: E741
 T = TypeVar("T")
@@ -148,8 +148,8 @@ def _check(**counts: int) -> None:
             raise ScheduleError(f"A schedule needs {name}= of at least 1, as an integer; got {count!r}.")
 
 
-KINDS = I, F, W  # in the order of preference
-INPUT, FORWARD, WEIGHT, NOTHING = range(4)  # kinds of entries on the agenda
+PREFERENCE = I, F, W
+INPUT, FORWARD, WEIGHT, NOTHING = range(4)  # kinds of entries on the agenda: places in PREFERENCE, or a free worker
 
 
 def greedy(workers: int, microbatches: int, costs: Costs) -> Schedule:
@@ -157,56 +157,49 @@ def greedy(workers: int, microbatches: int, costs: Costs) -> Schedule:
 
     A list scheduler: whenever a worker is free, it takes what is ready, and does not look ahead.
     """
-    board = _Board(workers, microbatches, costs)
-    while board.agenda:
-        now, what, batch, stage = heapq.heappop(board.agenda)
-        if what != NOTHING:
-            bisect.insort(board.ready[board.place[stage]], (what, batch, board.last - stage))
-        if not board.agenda or board.agenda[0][0] > now:
-            for worker in range(workers):
-                board.choose(now, worker)
-    return Schedule(board.place, tuple(map(tuple, board.rows)))
+    place = (*range(workers), *reversed(range(workers)))
+    last, seconds = len(place) - 1, costs.of_stages(len(place))
+    rows: list[list[Action]] = [[] for _ in range(workers)]
+    ready: list[list[tuple[int, int, int]]] = [[] for _ in range(workers)]  # preference, microbatch, stages after it
+    free, alive = [0.0] * workers, [0] * len(place)
+    agenda = [(0.0, FORWARD, 0, 0)]  # when something becomes ready or (NOTHING) a worker free
+
+    def has_room(what: int, stage: int) -> bool:
+        # One recording is reserved for the worker's late stage: without it that stage could never begin, and none of
+        # the early stage's recordings would end.
+        early, late = sorted((stage, last - stage))
+        room = alive[early] + alive[late] <= last and (stage == late or alive[early] < last)
+        return what != FORWARD or room
+
+    def begin(now: float, worker: int, what: int, batch: int, stage: int) -> None:
+        kind = PREFERENCE[what]
+        rows[worker].append(Action(kind, stage, batch))
+        free[worker] = end = now + seconds[kind][stage]
+        alive[stage] += KINDS[kind].keeps
+        heapq.heappush(agenda, (end, NOTHING, batch, stage))
+        for then, number, there in _ready_after(what, batch, stage, last):
+            heapq.heappush(agenda, (end + costs.message * (place[there] != worker), then, number, there))
+
+    while agenda:
+        now, what, batch, stage = heapq.heappop(agenda)
+        if what != NOTHING and batch < microbatches:
+            bisect.insort(ready[place[stage]], (what, batch, last - stage))
+        if not agenda or agenda[0][0] > now:
+            for worker in [worker for worker in range(workers) if free[worker] <= now]:
+                chosen = next((one for one in ready[worker] if has_room(one[0], last - one[2])), None)
+                if chosen is not None:
+                    ready[worker].remove(chosen)
+                    begin(now, worker, *chosen[:2], last - chosen[2])
+    return Schedule(place, tuple(map(tuple, rows)))
 
 
-class _Board:
-    """What each worker has done and what is ready there: preference, microbatch, ``left``: stages after this one."""
-
-    def __init__(self, workers: int, microbatches: int, costs: Costs):
-        self.place = (*range(workers), *reversed(range(workers)))
-        self.last = len(self.place) - 1
-        self.rows: list[list[Action]] = [[] for _ in range(workers)]
-        self.ready: list[list[tuple[int, int, int]]] = [[] for _ in range(workers)]
-        self.agenda = [(0.0, FORWARD, 0, 0)]  # when something becomes ready or (NOTHING) a worker free
-        self._free, self._alive = [0.0] * workers, [0] * len(self.place)
-        self._microbatches, self._delay, self._seconds = microbatches, costs.message, costs.of_stages(len(self.place))
-
-    def choose(self, now: float, worker: int) -> None:
-        ready = self.ready[worker] if self._free[worker] <= now else []
-        chosen = next((one for one in ready if one[0] != FORWARD or self._has_room(self.last - one[2])), None)
-        if chosen is None:
-            return
-        ready.remove(chosen)
-        what, batch, stage = *chosen[:2], self.last - chosen[2]
-        self.rows[worker].append(Action(KINDS[what], stage, batch))
-        self._free[worker] = end = now + self._seconds[KINDS[what]][stage]
-        self._alive[stage] += (what == FORWARD) - (what == WEIGHT)
-        follow = [(end, NOTHING, batch, stage)]
-        if what == INPUT:
-            follow.append((end, WEIGHT, batch, stage))
-        if what == FORWARD and stage == 0 and batch + 1 < self._microbatches:
-            follow.append((end, FORWARD, batch + 1, 0))
-        if what == FORWARD and stage == self.last:
-            follow.append((end, INPUT, batch, stage))
-        elif what != WEIGHT and (then := stage + (1 if what == FORWARD else -1)) >= 0:
-            follow.append((end + self._delay * (self.place[then] != worker), what, batch, then))
-        for arrival in follow:
-            heapq.heappush(self.agenda, arrival)
-
-    def _has_room(self, stage: int) -> bool:
-        """Return whether a forward pass may begin: one recording is reserved for the worker's late stage.
-
-        Without this recording the late stage could never begin, and none of the early stage's would end.
-        """
-        early = self._alive[min(stage, self.last - stage)]
-        late = self._alive[max(stage, self.last - stage)]
-        return early + late <= self.last and (stage > self.last - stage or early < self.last)
+def _ready_after(what: int, batch: int, stage: int, last: int) -> Iterator[tuple[int, int, int]]:
+    """Yield what becomes ready by an action: kind, microbatch, stage."""
+    if what == INPUT:
+        yield WEIGHT, batch, stage
+    if what == FORWARD and stage == 0:
+        yield FORWARD, batch + 1, 0
+    if what == FORWARD and stage == last:
+        yield INPUT, batch, stage
+    elif what != WEIGHT and (then := stage + (1 if what == FORWARD else -1)) >= 0:
+        yield what, batch, then

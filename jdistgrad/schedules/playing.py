@@ -3,22 +3,18 @@
 So it shows whether the schedule can be carried out: each action once, and no worker waits for ever. Pure functions.
 """
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from jdistgrad.errors import ScheduleError
-from jdistgrad.schedules.schedule import Action, Costs, Kind, Schedule
+from jdistgrad.schedules.schedule import CONSUMERS, KINDS, OWN, SOURCES, Action, Costs, Kind, Schedule
 
 Span = tuple[float, float]
 Result = tuple[Kind, int, int]  # an output (FORWARD) or the gradients of inputs (INPUT) of a stage, of a microbatch
 Inputs = Mapping[int, Sequence[int]]
 NEVER = math.inf
 SHOWN = 5  # actions named in an error
-
-FORWARD, BACKWARD, INPUT, WEIGHT = Kind
-GIVES = {FORWARD: FORWARD, BACKWARD: INPUT, INPUT: INPUT, WEIGHT: WEIGHT}  # others wait for B as they wait for I
 
 
 def play(
@@ -31,16 +27,19 @@ def play(
     seconds, place, stages = costs.of_stages(schedule.stages), schedule.placement, range(schedule.stages)
     ends = {kind: [[NEVER] * schedule.microbatches for _ in stages] for kind in Kind}  # of results
 
-    def needs(here: int, kind: Kind, others: Iterable[int]) -> list[tuple[list[float], float, Kind, int]]:
-        """Return when results of other stages end, and how long each is under way to a stage."""
-        return [(ends[kind][one], costs.message * (place[here] != place[one]), kind, one) for one in others]
-
-    forward = [needs(stage, FORWARD, sources[stage]) for stage in stages]
-    consumers = [[later for later in stages if stage in sources[later]] for stage in stages]
-    backward = [needs(stage, FORWARD, [stage]) + needs(stage, INPUT, consumers[stage]) for stage in stages]
-    weight = [needs(stage, INPUT, [stage]) for stage in stages]
-    needs_of = {FORWARD: forward, BACKWARD: backward, INPUT: backward, WEIGHT: weight}
-
+    of = {OWN: [[stage] for stage in stages], SOURCES: sources}
+    of[CONSUMERS] = [[later for later in stages if stage in sources[later]] for stage in stages]
+    needs = {  # when each result that an action of a stage needs ends, how long it is under way, and which it is
+        kind: [
+            [
+                (ends[what][one], costs.message * (place[stage] != place[one]), what, one)
+                for whose, what in spec.needs
+                for one in of[whose][stage]
+            ]
+            for stage in stages
+        ]
+        for kind, spec in KINDS.items()
+    }
     waiting: dict[Result, list[int]] = {}
     spans: list[list[Span]] = [[] for _ in schedule.actions]
     ready = list(range(schedule.workers))
@@ -50,7 +49,7 @@ def play(
         free = done[-1][1] if done else 0.0
         for kind, stage, batch in schedule.actions[worker][len(done) :]:  # until it must wait
             start, lacking = free, None
-            for there, delay, given, other in needs_of[kind][stage]:
+            for there, delay, given, other in needs[kind][stage]:
                 when = there[batch] + delay
                 if when == NEVER:
                     lacking = given, other, batch
@@ -60,7 +59,7 @@ def play(
             if lacking is not None:
                 waiting.setdefault(lacking, []).append(worker)
                 break
-            result = GIVES[kind], stage, batch
+            result = KINDS[kind].parts[0], stage, batch
             ends[result[0]][stage][batch] = free = start + seconds[kind][stage]
             done.append((start, free))
             if result in waiting:
@@ -108,33 +107,27 @@ def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
 
 
 def _check_complete(schedule: Schedule) -> None:
-    batches = schedule.microbatches
-    found: dict[Kind, set[int]] = {kind: set() for kind in Kind}  # numbers: so many pairs would call the collector
+    batches, done = schedule.microbatches, {kind: list[int]() for kind in Kind}  # pairs would call the collector
     for row in schedule.actions:
         for kind, stage, batch in row:
-            found[kind].add(stage * batches + batch)
-    if sum(map(len, found.values())) != sum(map(len, schedule.actions)):
-        counts = Counter(itertools.chain(*schedule.actions))
-        twice = [action for action, count in counts.items() if count > 1]
-        raise ScheduleError(f"Each action is done once, but {_named(twice)} stand more than once in the schedule.")
-    whole, halves = found[BACKWARD], found[INPUT] | found[WEIGHT]
-    if whole & halves:
-        both = [Action(BACKWARD, *divmod(one, batches)) for one in sorted(whole & halves)]
-        raise ScheduleError(f"{_named(both)}: a backward pass is done whole (B) or in halves (I and W), not both.")
-    backward = [BACKWARD] if schedule.trains else []
-    missing = (
-        Action(kind, *divmod(one, batches))
-        for one in range(schedule.stages * batches)
-        for kind in (FORWARD, *([INPUT, WEIGHT] if one in halves else backward))
-        if one not in found[kind]
-    )
-    if some := list(itertools.islice(missing, SHOWN + 1)):
-        sizes = f"{schedule.stages} stages and {schedule.microbatches} microbatches"
-        raise ScheduleError(f"The schedule has {sizes}, but not {_named(some)}.")
+            for part in KINDS[kind].parts:
+                done[part].append(stage * batches + batch)
 
+    def named(part: Kind, numbers: Iterable[int]) -> str:
+        actions = [str(Action(part, *divmod(one, batches))) for one in sorted(numbers)]
+        return ", ".join(actions[:SHOWN]) + " and more" * (len(actions) > SHOWN)
 
-def _named(actions: Sequence[Action]) -> str:
-    return ", ".join(map(str, actions[:SHOWN])) + " and more" * (len(actions) > SHOWN)
+    for part in (Kind.FORWARD, *(KINDS[Kind.BACKWARD].parts if schedule.trains else ())):
+        every = set(done[part])
+        if len(every) < len(done[part]):
+            twice = named(part, [one for one, count in Counter(done[part]).items() if count > 1])
+            raise ScheduleError(
+                f"Each action is done once, but {twice} stand more than once in the schedule. A backward pass is done "
+                "whole (B) or in halves (I and W), not both."
+            )
+        if missing := set(range(schedule.stages * batches)) - every:
+            sizes = f"{schedule.stages} stages and {batches} microbatches"
+            raise ScheduleError(f"The schedule has {sizes}, but not {named(part, missing)}. (B does both I and W.)")
 
 
 def _deadlock(schedule: Schedule, position: Sequence[int], stuck: Mapping[int, Result]) -> ScheduleError:
@@ -148,7 +141,7 @@ def _deadlock(schedule: Schedule, position: Sequence[int], stuck: Mapping[int, R
     reasons = []
     for one, head in heads.items():
         other = schedule.placement[stuck[one][1]]
-        wanted = next(each for each in schedule.actions[other] if (GIVES[each.kind], *each[1:]) == stuck[one])
+        wanted = next(each for each in schedule.actions[other] if (KINDS[each.kind].parts[0], *each[1:]) == stuck[one])
         reasons.append(f"{head} on worker {one} waits for {wanted}, which worker {other} has after {heads[other]}")
     return ScheduleError(
         f"The schedule would never end: {'; '.join(reasons)}. Put what is waited for before what waits.",

@@ -9,7 +9,7 @@ import enum
 import functools
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,9 +31,37 @@ class Kind(enum.Enum):
     @property
     def words(self) -> str:
         """The kind in words, as errors and pictures have it."""
-        return {"I": "input gradient", "W": "weight gradient"}.get(self.value, self.name.lower())
+        return KINDS[self].words
 
     __hash__ = object.__hash__  # in C: Enum hashes by name, in Python, and actions are keys of large dictionaries
+
+
+class KindSpec(NamedTuple):
+    """What checks, forecasts, reports and pictures know of a kind of action.
+
+    Arguments:
+      parts: the kinds that it does in one go, whose costs add up; other actions wait for the first of them.
+      needs: whose results it waits for, and of which kind.
+      keeps: how many recordings more are kept after it.
+      lightness: of its colour; ``striped``: whether pictures stripe it.
+    """
+
+    words: str
+    parts: tuple[Kind, ...]
+    needs: tuple[tuple[int, Kind], ...]
+    keeps: int
+    lightness: float
+    striped: bool = False
+
+
+OWN, SOURCES, CONSUMERS = range(3)  # the stage itself; those that it takes inputs from; those that take its result
+_F, _B, _I, _W = Kind
+KINDS = {
+    _F: KindSpec("forward", (_F,), ((SOURCES, _F),), +1, 0.84),
+    _B: KindSpec("backward", (_I, _W), ((OWN, _F), (CONSUMERS, _I)), -1, 0.42),
+    _I: KindSpec("input gradient", (_I,), ((OWN, _F), (CONSUMERS, _I)), 0, 0.42),
+    _W: KindSpec("weight gradient", (_W,), ((OWN, _I),), -1, 0.66, striped=True),
+}
 
 
 class Action(NamedTuple):
@@ -135,7 +163,7 @@ class Schedule:
 
 
 IDLE = ","  # the line of a worker without actions: two empty cells
-ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
+ACTION = re.compile(rf"(\d+)([{''.join(kind.value for kind in Kind)}])(\d+)")
 COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
 OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -175,13 +203,15 @@ class Costs:
 
     def of_stages(self, stages: int) -> dict[Kind, list[float]]:
         """Return the duration of each kind of action on each stage, with the cost of an action in it."""
-        each = {name: _checked(name, getattr(self, name), ()) for name in ("action", "message")}
-        for kind in Kind:
-            name = kind.name.lower()
-            if kind is not Kind.BACKWARD or self.backward is not None:
-                each[name] = _checked(name, getattr(self, name), (stages,))
-        each.setdefault("backward", each["input"] + each["weight"])
-        return {kind: (each[kind.name.lower()] + each["action"]).tolist() for kind in Kind}
+        action, _ = (_checked(name, getattr(self, name), ()) for name in ("action", "message"))
+
+        def cost(kind: Kind) -> Any:
+            name, parts = kind.name.lower(), KINDS[kind].parts
+            if getattr(self, name) is None and len(parts) > 1:
+                return np.sum([cost(one) for one in parts], axis=0)
+            return _checked(name, getattr(self, name), (stages,))
+
+        return {kind: (cost(kind) + action).tolist() for kind in Kind}
 
 
 def _checked(name: str, cost: PerStage, shape: tuple[int, ...]) -> np.ndarray:
