@@ -10,7 +10,7 @@ import numpy as np
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))
 from measure import few, in_turn, report
 
-from jdistgrad.pipeline.stages import Recording, StageFunction
+from jdistgrad.pipeline.stages import StageFunction, StageRecording
 
 CALLS = few(50)
 
@@ -30,7 +30,7 @@ def measured(width, rows):
     pull = jax.jit(lambda pullback, cotangent: pullback(cotangent))
     # Each pullback is used once, as in a step: the residuals of a pullback that is used again lie in the cache.
     pullbacks = iter([forward(params, x) for _ in range(CALLS + 20)])
-    recordings = iter([Recording(StageFunction(layers), (params, x), (True, True), ()) for _ in range(CALLS + 20)])
+    recordings = iter([StageRecording(StageFunction(layers), (params, x), (True, True), ()) for _ in range(CALLS + 20)])
 
     def whole():
         jax.block_until_ready(pull(next(pullbacks), x))

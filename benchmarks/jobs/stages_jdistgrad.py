@@ -16,7 +16,7 @@ from measure import few, median, report
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
-from jdistgrad.pipeline.stages import Recording, StageFunction, Sum
+from jdistgrad.pipeline.stages import StageFunction, StageRecording, Sum
 
 MICROBATCHES, ROWS, WIDTH, LAYERS, STEPS = 8, few(128), few(512), 4, few(8)
 
@@ -44,7 +44,7 @@ def alone(chunks):
         for _ in range(chunks):
             total = Sum(MICROBATCHES)
             for microbatch in range(MICROBATCHES):
-                recording = Recording(function, (params, x), (True, True), ())
+                recording = StageRecording(function, (params, x), (True, True), ())
                 jax.block_until_ready(recording.pull_inputs([x]))
                 total.add(microbatch, recording.pull_parameters())
             jax.block_until_ready(total.leaves)

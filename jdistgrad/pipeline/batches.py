@@ -12,19 +12,13 @@ import numpy as np
 from jdistgrad.data_parallel.averages import host_device
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.rref import RRef
-from jdistgrad.wire.arrays import as_jax_array, identity
 
 
 @dataclasses.dataclass(frozen=True)
-class Whole:
-    """An argument of a pipeline's step that every microbatch gets as it is: ``jd.pipeline.whole(mask)``."""
+class whole:  # noqa: N801 used like a function
+    """Mark an argument of a pipeline's step, or a part of one, that is not split: every microbatch gets it as it is."""
 
     value: Any
-
-
-def whole(value: Any) -> Whole:
-    """Mark an argument of a pipeline's step, or a part of one, that is not split into microbatches."""
-    return Whole(value)
 
 
 def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int) -> list[int]:
@@ -52,13 +46,13 @@ def sizes_of(batch: tuple[Any, ...], targets: tuple[Any, ...], microbatches: int
 def _rows_of(given: Any) -> int | None:
     """Return the length of all arrays that are split, or None if there are none."""
     first = None
-    for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda one: isinstance(one, Whole | RRef)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given, is_leaf=lambda one: isinstance(one, whole | RRef)):
         if isinstance(leaf, RRef):
             raise TypeError(
                 f"{_named(path)} is a reference, {leaf}, but a step splits arrays. Give it a copy of the value, "
                 "reference.to_here(), or make the value the parameters of a first stage, where it stays on its owner."
             )
-        if isinstance(leaf, Whole):
+        if isinstance(leaf, whole):
             continue
         if not np.shape(leaf):
             raise ValueError(
@@ -76,11 +70,11 @@ def _rows_of(given: Any) -> int | None:
 
 def split(arguments: tuple[Any, ...], sizes: Sequence[int]) -> list[tuple[Any, ...]]:
     """Return each microbatch of arguments, whose sizes are those of ``sizes_of``."""
-    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, Whole))
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=lambda leaf: isinstance(leaf, whole))
     ends = [0, *itertools.accumulate(sizes)]
     pieces = []
     for leaf in leaves:
-        if isinstance(leaf, Whole):
+        if isinstance(leaf, whole):
             pieces.append([leaf.value] * len(sizes))
             continue
         if isinstance(leaf, jax.Array) and isinstance(leaf.dtype, np.dtype) and host_device(leaf.sharding) is not None:
@@ -114,12 +108,4 @@ def weighted_sum(values: Sequence[Any], weights: Sequence[float]) -> np.ndarray:
     return np.asarray(total, found.dtype)
 
 
-_stacked, _made = once_for_all(jax.jit(jnp.stack)), once_for_all(identity)
-
-
-def in_jax(loss: np.ndarray, auxiliary: Sequence[Any]) -> Any:
-    """Return what a step returns, with its NumPy arrays as arrays of JAX."""
-    made = _made(loss)  # a compiled program takes half as long as ``jnp.asarray``
-    if not auxiliary:
-        return made
-    return made, jax.tree.map(lambda leaf: as_jax_array(leaf) if isinstance(leaf, np.ndarray) else leaf, auxiliary)
+_stacked = once_for_all(jax.jit(jnp.stack))

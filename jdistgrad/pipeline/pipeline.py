@@ -3,21 +3,32 @@
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import opened_context
-from jdistgrad.errors import ContextError, DifferentiationError
-from jdistgrad.pipeline.batches import in_jax, joined, sizes_of
-from jdistgrad.pipeline.plans import as_stage
-from jdistgrad.pipeline.program import Program
+from jdistgrad.autograd.tape.tape import next_message, next_place
+from jdistgrad.errors import CallTimeoutError, ContextError, DifferentiationError, DistgradError, WorkerLostError
+from jdistgrad.pipeline.batches import joined, sizes_of
+from jdistgrad.pipeline.parts import Given, Part, as_stage, parts_of
 from jdistgrad.pipeline.report import Report
-from jdistgrad.pipeline.shares import Brought
+from jdistgrad.pipeline.shares import Done, Share, keep
+from jdistgrad.pipeline.waiting import Future, StepsHere, Waits, fail_step
 from jdistgrad.rpc.caller import AnyWorker, checked_timeout
-from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.rref import RRef, remote
+from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.schedules.schedule import Kind, Schedule
+from jdistgrad.wire.arrays import as_jax_array
+
+ANSWER_SECONDS = 0.5
+NOTHING = Done(None, [], [], 0)  # of a worker without actions
 
 
 class Pipeline:
@@ -64,13 +75,15 @@ class Pipeline:
         if timeout is not None:
             checked_timeout(timeout)
         self.stages, self.schedule, self.loss = list(map(as_stage, stages)), schedule, loss
-        self._program, self._workers, self._timeout = Program(self.stages, schedule, loss, workers), workers, timeout
+        self._workers, self._timeout = workers, timeout
+        self._steps = Steps(schedule, *parts_of(self.stages, schedule, loss, workers))
         self._report: Report | None = None
 
     @functools.cached_property
-    def _without_loss(self) -> Program:
+    def _without_loss(self) -> "Steps":
         forward = tuple(tuple(one for one in row if one.kind is Kind.FORWARD) for row in self.schedule.actions)
-        return Program(self.stages, Schedule(self.schedule.placement, forward), None, self._workers)
+        schedule = Schedule(self.schedule.placement, forward)
+        return Steps(schedule, *parts_of(self.stages, schedule, None, self._workers))
 
     def step(self, *batch: Any, targets: Any = None) -> Any:
         """Run a step; return the loss, or the loss and a list of the microbatches' auxiliary data.
@@ -92,7 +105,6 @@ class Pipeline:
         """
         if self.loss is None:
             raise TypeError("this pipeline has no loss to take a step of: Pipeline(..., loss=), or apply(*batch)")
-        _refuse_traced("step")
         if self.schedule.trains and current_scope() is None:
             raise ContextError(
                 "a pipeline's step gathers its gradients in a context: put the step, and the optimizer's step, inside "
@@ -105,15 +117,15 @@ class Pipeline:
                 except TypeError as error:
                     raise TypeError(f"{describe(self.loss)} takes targets: step(..., targets=), {error}") from None
         with opened_context() if current_scope() is None else contextlib.nullcontext():
-            loss, auxiliary = self._run(self._program, batch, () if targets is None else (targets,))
-        return in_jax(loss, auxiliary)
+            loss, auxiliary = self._run(self._steps, batch, () if targets is None else (targets,))
+        given = (loss, auxiliary) if auxiliary else loss
+        return jax.tree.map(lambda leaf: as_jax_array(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
 
     def apply(self, *batch: Any) -> Any:
         """Run the stages forward, without the loss; return the last stage's outputs, joined along their first axis.
 
         This has a context of its own: if it fails, gradients of steps before it are not lost.
         """
-        _refuse_traced("apply")
         with opened_context():
             _, outputs = self._run(self._without_loss, batch, ())
         return joined(outputs)
@@ -126,23 +138,98 @@ class Pipeline:
 
     def __repr__(self) -> str:
         names = ", ".join(describe(one.function) for one in self.stages)
-        return f"<Pipeline of {names} on ranks {list(self._program.plan.ranks)}, {self.schedule!r}>"
+        ranks = [self._steps.ranks[index] for index in self.schedule.placement]
+        return f"<Pipeline of {names} on ranks {ranks}, {self.schedule!r}>"
 
     def __reduce__(self) -> Any:
         make = functools.partial(type(self), loss=self.loss, workers=self._workers, timeout=self._timeout)
         return make, (self.stages, self.schedule)
 
-    def _run(self, program: Program, batch: tuple[Any, ...], targets: tuple[Any, ...]) -> tuple[Any, list[Any]]:
-        """Run a program; return the loss, and the last stage's other results for each microbatch."""
-        sizes = sizes_of(batch, targets, program.plan.microbatches)
-        done, self._report = program.run(Brought(batch, targets, sizes), self._timeout)
+    def _run(self, steps: "Steps", batch: tuple[Any, ...], targets: tuple[Any, ...]) -> tuple[Any, list[Any]]:
+        """Take a step; return the loss, and the last stage's other results for each microbatch."""
+        if not trace_state_clean():
+            raise DifferentiationError(
+                "a pipeline's step and apply cannot be differentiated or traced: it runs its own backward pass, for "
+                "first derivatives. Call it from Python; for derivatives of derivatives, or inside jd.jit, call the "
+                "stages by jd.rpc_sync under jd.value_and_grad."
+            )
+        sizes = sizes_of(batch, targets, steps.schedule.microbatches)
+        done, self._report = steps.run((batch, targets, sizes), self._timeout)
         return done.loss, done.results
 
 
-def _refuse_traced(what: str) -> None:
-    if not trace_state_clean():
-        raise DifferentiationError(
-            f"a pipeline's {what} cannot be differentiated or traced: it runs its own backward pass, for first "
-            "derivatives. Call it from Python; for derivatives of derivatives, or inside jd.jit, call the stages by "
-            "jd.rpc_sync under jd.value_and_grad."
-        )
+class Steps:
+    """The steps of a pipeline, driven by one worker: it calls each other one, and works on its own share.
+
+    Arguments:
+      parts, ranks, between: as from ``parts_of``.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        parts: Mapping[int, Part],
+        ranks: Mapping[int, int],
+        between: Mapping[int, tuple[int, ...]],
+    ):
+        self.schedule, self.ranks, self._parts, self._between = schedule, ranks, parts, between
+        self._kept: dict[tuple[str, int], dict[int, RRef[Part]]] = {}  # by the world and rank of who drives the steps
+
+    def run(self, given: Given, timeout: float | None) -> tuple[Done, Report]:
+        """Take a step in the current context; return what the last stage's worker has answered, and a report.
+
+        If a worker fails, the context is closed: that ends the waits of all others.
+        """
+        worker, scope, start = current_worker(), current_scope(), time.monotonic()
+        assert scope is not None
+        limit = worker.timeout if timeout is None else checked_timeout(timeout)
+        share, futures, done = Share(next_message(), next_place()), dict[int, Future](), dict[int, Done]()
+        waits = Waits(worker, scope.content(StepsHere).closed, limit)
+        try:
+            own = next((index for index in self._parts if self.ranks[index] == worker.rank), None)
+            for index, kept in self._kept_parts(own).items():
+                mine = self._parts[index].needed(*given)
+                futures[index] = worker.rpc_async(self.ranks[index], share, (kept.id, mine), {}, limit)
+            waits.answers = list(futures.values())
+            if own is not None:
+                done[own] = share(self._parts[own], self._parts[own].needed(*given), waits)
+            while waits.answers:
+                waits.for_any(())
+            done |= {index: one.result() for index, one in futures.items()}
+        except BaseException as error:
+            try:
+                self._fail(error, worker, share.step, futures)
+            finally:
+                worker.releasing.close_scope(scope.id)
+                for held in (futures, waits.answers):  # they hold the error, whose traceback holds this frame
+                    held.clear()
+            raise
+        seconds = time.monotonic() - start
+        ordered = [done.get(index, NOTHING) for index in range(self.schedule.workers)]
+        return done[self.schedule.placement[-1]], Report(self.schedule, self._between, ordered, seconds)
+
+    def _kept_parts(self, own: int | None) -> dict[int, RRef[Part]]:
+        """Return the parts on other workers: functions that came with each step would be compiled in each step.
+
+        Those that could not come are sent again: a worker may have had a stage's function not yet.
+        """
+        kept = self._kept.setdefault((current_worker().world, current_worker().rank), {})
+        failed = {index for index, part in kept.items() if part.creation().done() and part.creation().exception()}
+        missing = [index for index in self._parts if index != own and (index not in kept or index in failed)]
+        with within(None):  # they outlive the context of the step that needs them first
+            kept |= {index: remote(self.ranks[index], keep, (self._parts[index],), {}, None) for index in missing}
+        return kept.copy()
+
+    def _fail(self, error: BaseException, worker: Worker, step: int, futures: Mapping[int, Future]) -> None:
+        """Fail the averages of a step. Let the error of a wait, which names no action, say what each worker does."""
+        is_wait, asked = isinstance(error, CallTimeoutError | WorkerLostError), dict[int, Future]()
+        for index in [index for index, part in self._parts.items() if part.averages or (is_wait and index in futures)]:
+            with contextlib.suppress(DistgradError):  # the step has an error of its own
+                asked[index] = worker.rpc_async(self.ranks[index], fail_step, (step,), {}, ANSWER_SECONDS)
+        failed = {index: answer.exception() for index, answer in asked.items()}
+        for index in futures if is_wait else ():
+            if isinstance(failed.get(index, WorkerLostError("")), WorkerLostError):
+                found = f"lost, with stages {sorted(self._parts[index].stages)}"
+            else:
+                found = f"no answer within {ANSWER_SECONDS:g} s" if failed[index] else asked[index].result()
+            error.add_note(f"{worker.directory.workers[self.ranks[index]]}: {found}.")

@@ -184,7 +184,7 @@ class Known:
         return self._halves
 
 
-class Recording:
+class StageRecording:
     """A stage's forward pass on one microbatch: its result, and both halves of its pullback.
 
     A backward pass in one go runs the same two halves. So all schedules give the same bits.

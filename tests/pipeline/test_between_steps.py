@@ -1,5 +1,6 @@
 """What stays from one step to the next, on the workers and in the caller's hands, and what does not."""
 
+import concurrent.futures
 import dataclasses
 import functools
 import threading
@@ -15,7 +16,7 @@ import jdistgrad as jd
 from jdistgrad import pipeline as pp
 from jdistgrad.autograd.contexts import find_context
 from jdistgrad.pipeline.stages import StageFunction, with_settings
-from jdistgrad.pipeline.under_way import UnderWay
+from jdistgrad.pipeline.waiting import Averages, StepsHere
 
 _traced = []
 
@@ -141,8 +142,8 @@ def test_a_new_pipeline_takes_an_object_as_it_is_now_on_all_workers(world, stage
 
 
 def shares_under_way(ctx):
-    under_way = find_context(ctx).scope.content(UnderWay)
-    return len(under_way.runs) + len(under_way._averages)
+    here = find_context(ctx).scope.content(StepsHere)
+    return len(here.shares) + len(here.averages)
 
 
 @on_worker0
@@ -154,30 +155,42 @@ def test_nothing_of_a_step_stays_in_its_context(world):
         assert [jd.rpc_sync(ref.owner, shares_under_way, args=(ctx.id,)) for ref in refs] == [0, 0, 0]
 
 
-def test_a_step_goes_on_where_a_worker_beside_it_is_lost():
-    """What a share waits for fails by itself. In a context that is closed an average fails at once."""
-    under_way = UnderWay()
-    averages = under_way.averages_of(1)
-    averages.order = [0, 1]
-    under_way.give_up(jd.WorkerLostError("another"))
-    promise = averages.begin(0, [])
-    assert averages._future_of(0).result(0) == ([], promise)
-    under_way.close()
-    assert isinstance(averages.begin(1, []).exception(0), jd.ContextError)
+@pytest.mark.parametrize(("closes", "errors"), [(False, []), (True, [0, 1])])
+def test_a_step_goes_on_where_a_worker_beside_it_is_lost(closes, errors):
+    """What a share waits for fails by itself. In a context that is closed no stage averages any more."""
+    here, by = StepsHere(), SimpleNamespace(average=list)
+    with concurrent.futures.ThreadPoolExecutor(1) as turns:
+        here.averages[1] = averages = Averages({0: by, 1: by}, turns)
+        here.close() if closes else here.give_up(jd.WorkerLostError("another"))
+        promises = [averages.begin(stage, [1.0]) for stage in range(2)]
+    assert [k for k, one in enumerate(promises) if isinstance(one.exception(), jd.ContextError)] == errors
 
 
-def cannot_abandon():
-    raise jd.CollectiveError("a mesh")
+@pytest.mark.parametrize(
+    ("given", "fails", "told"), [([1], False, [0, 1]), ([0, 1], True, [0, 1]), ([0, 1], False, [])]
+)
+def test_if_a_step_ends_early_each_of_its_stages_is_abandoned_also_one_that_has_averaged(given, fails, told):
+    """``fails``: during an average. A stage that cannot be abandoned, as over a mesh, keeps no other from averaging."""
+    found = []
 
+    def average(stage, gradients):
+        if fails and stage == 1:
+            averages.fail()
+        return list(gradients)
 
-def test_a_stage_that_cannot_be_given_up_keeps_no_other_from_averaging():
-    averages = UnderWay().averages_of(1)
-    first, second = SimpleNamespace(abandon=cannot_abandon), SimpleNamespace(average=list)
-    averages.order, averages._by = [0, 1], {0: (first, averages._ended), 1: (second, averages._ended)}
-    averages.abandon([0])
-    promise = averages.begin(1, (1.0, 2.0))
-    averages._run()
-    assert promise.result(0) == [1.0, 2.0]
+    def abandon(stage):
+        found.append(stage)
+        raise jd.CollectiveError("a mesh")
+
+    of = functools.partial
+    by = {k: SimpleNamespace(average=of(average, k), abandon=of(abandon, k)) for k in range(2)}
+    with concurrent.futures.ThreadPoolExecutor(1) as turns:
+        averages = Averages(by, turns)
+        promises = [averages.begin(stage, (1.0, 2.0)) for stage in given]
+        averages.abandon({0, 1} - {*given})
+    averages.close()
+    assert found == told
+    assert [one.result() for one in promises] == [[1.0, 2.0]] * len(given)
 
 
 def wide():
@@ -201,9 +214,8 @@ def test_the_caller_may_change_its_arrays_as_soon_as_a_step_has_returned(world):
     """The last backward pass may be under way then, on this worker, with the rows that it was given."""
     refs = [jd.remote(0, wide), jd.remote(jd.world_size() - 1, narrow)]
     placement = [0, jd.world_size() - 1]
-    pipeline = jd.Pipeline(
-        list(zip([layer] * 2, refs, strict=True)), pp.one_f_one_b(2, 2), loss=mean, workers=placement
-    )
+    stages = [(layer, ref) for ref in refs]
+    pipeline = jd.Pipeline(stages, pp.one_f_one_b(2, 2), loss=mean, workers=placement)
     rows = np.random.default_rng(3).normal(size=(256, 2000)).astype("float32")
     found = []
     for _ in range(12):

@@ -136,10 +136,7 @@ def test_a_driver_with_much_to_do_learns_of_a_failure_between_its_actions(wire_w
 
 def set_here(name, function):
     """Define a function of this module's, as a script comes to it; or take it away."""
-    if function is None:
-        del globals()[name]
-    else:
-        globals()[name] = function
+    globals().pop(name) if function is None else globals().update({name: function})
 
 
 def comes_late(params, x):
@@ -316,20 +313,15 @@ def test_what_cannot_be_made_a_pipeline_is_refused(world):
     good = list(zip([multiply] * 3, refs, strict=True))
     schedule = pp.gpipe(3, 2)
     workers = [0] * 3
+    skips_one, takes_a_later = (pp.Stage(multiply, refs[0], inputs=(source,)) for source in (0, 2))
     cases = [
         (lambda: jd.Pipeline(good[:2], schedule), jd.ScheduleError),
         (lambda: jd.Pipeline(good, schedule, workers=[0]), jd.ScheduleError),
         (lambda: jd.Pipeline(good, schedule, workers=[0, 0, "nobody"]), jd.UnknownWorkerError),
         (lambda: jd.Pipeline([multiply, *good[1:]], schedule), TypeError),
         (lambda: jd.Pipeline([(multiply, 3.0), *good[1:]], schedule), TypeError),
-        (
-            lambda: jd.Pipeline([*good[:2], pp.Stage(multiply, refs[2], inputs=(0,))], schedule, workers=workers),
-            jd.ScheduleError,
-        ),
-        (
-            lambda: jd.Pipeline([pp.Stage(multiply, refs[0], inputs=(2,)), *good[1:]], schedule, workers=workers),
-            jd.ScheduleError,
-        ),
+        (lambda: jd.Pipeline([*good[:2], skips_one], schedule, workers=workers), jd.ScheduleError),
+        (lambda: jd.Pipeline([takes_a_later, *good[1:]], schedule, workers=workers), jd.ScheduleError),
         (lambda: jd.Pipeline(good, deadlocking(), workers=workers), jd.ScheduleError),
         (lambda: jd.Pipeline(good, "0F0,0B0", workers=workers), TypeError),
         (lambda: jd.Pipeline(good, schedule, loss=3, workers=workers), TypeError),
@@ -363,12 +355,9 @@ def test_steps_that_cannot_be_taken_are_refused(world):
             pipeline.step(X, targets=Y[:7])
         with pytest.raises(ValueError, match=r"argument 0 of the step is .*no first axis.*whole"):
             pipeline.step(3.0, targets=Y)
-        for differentiated in (
-            jax.grad(lambda x: pipeline.step(x, targets=Y)),
-            jax.grad(lambda x: jnp.sum(pipeline.apply(x))),
-        ):
+        for taken in (lambda x: pipeline.step(x, targets=Y), lambda x: jnp.sum(pipeline.apply(x))):
             with pytest.raises(jd.DifferentiationError):
-                differentiated(X)
+                jax.grad(taken)(X)
         with pytest.raises(TypeError):
             pipeline_of([multiply] * 3, refs, loss=None).step(X)
         with pytest.raises(ValueError):

@@ -22,9 +22,11 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import jdistgrad as jd
 from jdistgrad import pipeline as pp
+from jdistgrad.autograd.contexts import find_context
 from jdistgrad.errors import DisagreementError
 from jdistgrad.pipeline.batches import sizes_of, split, weighted_sum
-from jdistgrad.pipeline.stages import SHARED, Recording, StageFunction
+from jdistgrad.pipeline.stages import SHARED, StageFunction, StageRecording
+from jdistgrad.rpc.scopes import Inbox
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
 from jdistgrad.wire.message import ANSWERS, CALLS, Kind
@@ -329,7 +331,7 @@ def test_a_rematerialized_last_stage_keeps_nothing_of_its_loss_either():
     params, (x, y) = make(0), data(1)
     kept = {}
     for remat in (False, True):
-        recording = Recording(StageFunction(layer, remat, wide_loss), (params, x), (True, True), (y,))
+        recording = StageRecording(StageFunction(layer, remat, wide_loss), (params, x), (True, True), (y,))
         arrays = [leaf for leaf in jax.tree.leaves(recording._residuals) if np.ndim(leaf)]
         kept[remat] = sum(leaf.nbytes for leaf in arrays)
     assert kept[True] <= sum(leaf.nbytes for leaf in jax.tree.leaves((params, x, y))) < kept[False]
@@ -415,9 +417,6 @@ def test_a_step_is_one_call_for_each_worker_and_pushes_between_neighbours(world)
 
 
 def values_in_inbox(ctx):
-    from jdistgrad.autograd.contexts import find_context
-    from jdistgrad.rpc.scopes import Inbox
-
     return len(find_context(ctx).scope.content(Inbox))
 
 

@@ -1,0 +1,177 @@
+"""What ends the waits of a step's shares on a worker, and the averages of stages' gradients beside them."""
+
+import collections
+import concurrent.futures
+import contextlib
+import math
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jdistgrad.collectives.in_turn import InTurn
+from jdistgrad.data_parallel.parallel import DataParallel
+from jdistgrad.errors import CallTimeoutError, ContextError
+from jdistgrad.rpc.claims import emptied
+from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.worker import Worker
+
+Future = concurrent.futures.Future[Any]
+
+LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future tells
+
+
+class Waits:
+    """The waits of a step on one worker. All end when the step fails, here or elsewhere.
+
+    Arguments:
+      closed: done as soon as the step's context is closed.
+      seconds: how long the step may take, on the worker that drives it, which no timeout of a call ends.
+
+    Attributes:
+      answers: of the other workers' shares, on the worker that drives the step: an error among them ends the step.
+      failed_elsewhere: whether the error that was raised is that of an answer.
+    """
+
+    def __init__(self, worker: Worker, closed: Future, seconds: float = math.inf):
+        self._worker, self._closed, self._seconds = worker, closed, seconds
+        self._begun = time.monotonic()
+        self.answers: list[Future] = []
+        self.failed_elsewhere = False
+
+    def for_any(self, futures: Sequence[Future]) -> None:
+        """Return when one of the futures is done, or after a while. Raise if the step has failed."""
+        self._worker.transport.wait_for((*futures, self._closed, *self.answers), LOOK_SECONDS)
+        self._require_success()
+
+    def check(self) -> float:
+        """Return the time. Raise if the step has taken too long or failed: a share may need nothing of others."""
+        now = time.monotonic()
+        if now - self._begun > self._seconds:
+            raise CallTimeoutError(
+                f"a step of a pipeline took longer than {self._seconds:g} s. Give the pipeline (timeout=) or the world "
+                "(init(timeout=)) more time if it may take that long.",
+                seconds=self._seconds,
+            )
+        self._require_success()
+        return now
+
+    def _require_success(self) -> None:
+        if self._worker.failure is not None:
+            raise self._worker.failure
+        for number in reversed(range(len(self.answers))):
+            if self.answers[number].done():
+                error = self.answers.pop(number).exception()  # not before: it holds the error, which holds this frame
+                if error is not None:
+                    self.failed_elsewhere = True
+                    try:
+                        raise error
+                    finally:
+                        del error
+        if self._closed.done():
+            raise ContextError("the context was closed while a step of a pipeline was under way")
+
+
+class Averages:
+    """The averages of a worker's stages in a step, of all its shares, while other stages compute.
+
+    Arguments:
+      by: what averages each stage, in the order in which the replicas average.
+      turns: runs them one after another.
+    """
+
+    def __init__(self, by: Mapping[int, DataParallel], turns: InTurn):
+        self._by, self._left, self._failed = by, len(by), False
+        self._gradients: dict[int, list[Any]] = {}
+        self._come: dict[int, Future] = {stage: Future() for stage in by}  # done with them; cancelled: they do not come
+        self._averaged = collections.deque[DataParallel]()
+        self._promises = {stage: turns.submit(self._average, stage) for stage in by}
+
+    def begin(self, stage: int, gradients: list[Any]) -> Future:
+        self._gradients[stage] = gradients
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has been abandoned
+            self._come[stage].set_result(None)
+        return self._promises.pop(stage)
+
+    def _average(self, stage: int) -> Any:
+        by = self._by[stage]
+        try:
+            self._come[stage].result()
+        except concurrent.futures.CancelledError:
+            _abandon(by)
+            raise ContextError("the context was closed before the stage's turn to average came") from None
+        averages = by.average(self._gradients.pop(stage))
+        self._left -= 1
+        self._averaged.append(by)
+        if self._failed:
+            self.fail()
+        return averages
+
+    def abandon(self, stages: Iterable[int]) -> None:
+        """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
+        for stage in self._by.keys() & set(stages):
+            self._come[stage].cancel()
+
+    def fail(self) -> None:
+        """Abandon all stages. The replicas of those that have been averaged do not know: let their next step fail."""
+        self._failed = True
+        self.abandon(self._by)
+        for by in emptied(self._averaged):
+            _abandon(by)
+
+    def close(self) -> None:
+        if self._left:
+            self.fail()
+
+
+def _abandon(by: DataParallel) -> None:
+    with contextlib.suppress(Exception):  # it cannot be abandoned: the step raises what it fails of
+        by.abandon()
+
+
+# What runs the averages of the steps that begin with the same DataParallel: those of the next step would be paired with
+# those of one before that has failed, if they began before the replicas heard of that.
+_turns: "weakref.WeakKeyDictionary[DataParallel, InTurn]" = weakref.WeakKeyDictionary()
+
+
+class StepsHere:
+    """What this worker does in a context for steps of pipelines.
+
+    Attributes:
+      shares: those under way, each with its ``step``, and ``doing()``.
+      averages: by step.
+    """
+
+    def __init__(self) -> None:
+        self.shares: set[Any] = set()
+        self.averages: dict[int, Averages] = {}
+        self.closed = Future()
+        self._lock = threading.Lock()
+
+    def averages_of(self, step: int, by: Mapping[int, DataParallel]) -> Averages:
+        """Return the averages of a step; the first of its shares begins them."""
+        with self._lock:
+            if step not in self.averages:
+                self.averages[step] = Averages(by, _turns.setdefault(next(iter(by.values())), InTurn()))
+        if self.closed.done():
+            self.averages[step].fail()
+        return self.averages[step]
+
+    def close(self) -> None:
+        self.closed.set_result(None)
+        for one in list(self.averages.values()):
+            one.close()
+
+    def give_up(self, error: BaseException) -> None:
+        """Do nothing. What the shares wait for fails by itself; those that do not fail still average."""
+
+
+def fail_step(step: int) -> str:
+    """Fail a step's averages on this worker; return what the worker is doing for the step."""
+    scope = current_scope()
+    assert scope is not None
+    here = scope.content(StepsHere)
+    if step in here.averages:
+        here.averages[step].fail()
+    return "; ".join(one.doing() for one in here.shares.copy() if one.step == step) or "nothing (any more, or yet)"
