@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import jdistgrad as jd
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import Worker
-from jdistgrad.wire.message import Kind, spell
+from jdistgrad.wire.message import MessageType, spell
 
 
 def make_params(seed):
@@ -28,7 +28,7 @@ def loss_fn(params, x):
 
 
 def tell(worker, peer, message):
-    function = message.body[0] if message.kind is Kind.CALL else None
+    function = message.body[0] if message.kind is MessageType.CALL else None
     known = getattr(function, "message", None)
     what = "" if function is None else f"  {describe(function)}"
     what += "" if known is None else f", message {spell(known)}"

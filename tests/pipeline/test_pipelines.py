@@ -29,7 +29,7 @@ from jdistgrad.pipeline.stages import SHARED, StageFunction, StageRecording
 from jdistgrad.rpc.scopes import Inbox
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.message import ANSWERS, CALLS, Kind
+from jdistgrad.wire.message import ANSWERS, CALLS, MessageType
 
 F, B, I, W = pp.Kind  # noqa: E741
 
@@ -390,7 +390,7 @@ def count_messages():
 
 
 def sent_here():
-    kinds = CALLS | ANSWERS | {Kind.PUSH}
+    kinds = CALLS | ANSWERS | {MessageType.PUSH}
     return {to: number for to, number in _sent[current_worker().rank].items() if to[0] in kinds}
 
 
@@ -409,11 +409,11 @@ def test_a_step_is_one_call_for_each_worker_and_pushes_between_neighbours(world)
         found = {0: sent_here()} | {rank: jd.rpc_sync(rank, sent_here) for rank in range(1, size)}
     for rank in range(size):
         neighbours = {rank - 1, rank + 1} & set(range(size))
-        pushed = {(Kind.PUSH, one): microbatches for one in neighbours}
+        pushed = {(MessageType.PUSH, one): microbatches for one in neighbours}
         if rank == 0:
-            assert found[rank] == pushed | {(Kind.CALL, other): 1 for other in range(1, size)}
+            assert found[rank] == pushed | {(MessageType.CALL, other): 1 for other in range(1, size)}
         else:  # one answer to the step, and the one to ``count_messages``
-            assert found[rank] == pushed | {(Kind.RESULT, 0): 2}
+            assert found[rank] == pushed | {(MessageType.RESULT, 0): 2}
 
 
 def values_in_inbox(ctx):
