@@ -9,6 +9,7 @@ import itertools
 import signal
 import textwrap
 
+import hypothesis
 import jax
 import pytest
 from helpers.jobs import finished_job
@@ -17,6 +18,9 @@ from helpers.unruly import make_all_unruly
 import jdistgrad as jd
 from jdistgrad.config import settings
 from jdistgrad.wire import launcher_env
+
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 MODULES = itertools.count()
 SIZES = [1] if launcher_env.launched() else [3]  # under mpirun any number of ranks will do; the suite runs with 1 to 4

@@ -151,7 +151,7 @@ def test_routes_that_are_none_are_refused(big_world, rank, size):
 
 
 @given(st.integers(1, 9), st.integers(-12, 12), st.booleans(), st.randoms(use_true_random=False))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_the_way_back_is_the_transpose(size, by, wrap, random):
     def matrix(route):
         return np.array([[route.ends(here)[0] == there for there in range(size)] for here in range(size)])
