@@ -75,10 +75,8 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
         ``shutdown`` would wait for that function to return.
     """
     worker: Worker = current.current_resident()
-    handled = sys.exception()
-    ends_well = isinstance(handled, GeneratorExit) or (isinstance(handled, SystemExit) and handled.code in (None, 0))
-    failed = None if not graceful or ends_well or handled is worker.handled_before else handled
-    if failed is not None:  # not older than the world, and no regular exit
+    failed = _failure(worker) if graceful else None
+    if failed is not None:
         worker.report(failed)
         graceful = False
     seconds = math.inf
@@ -108,6 +106,13 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
             forget_failed_effects()
         raise
     return _end(worker, graceful=graceful)
+
+
+def _failure(worker: "Worker") -> BaseException | None:
+    """Return the exception that is being handled, if it is no regular exit, and not older than the world."""
+    handled = sys.exception()
+    ends_well = isinstance(handled, GeneratorExit) or (isinstance(handled, SystemExit) and handled.code in (None, 0))
+    return None if ends_well or handled is worker.handled_before else handled
 
 
 def _end(worker: "Worker", *, graceful: bool) -> list[str]:

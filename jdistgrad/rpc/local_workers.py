@@ -61,12 +61,7 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
         try:
             seat.set((hub, rank))
             results[rank] = main(*args)
-            worker = find_worker()
-            if worker is not None and not worker.closed:
-                gave_up = worker.closing.gave_up
-                missed = "without shutdown(). Call it at its end."
-                how = f"before it had left its world: {gave_up}" if gave_up else missed
-                raise errors.WorldError(f"the main of rank {rank} returned {how}", worker=rank)
+            _check_left(rank)
         except BaseException as error:
             failures.append(error)
             error.add_note(f"raised by the main of rank {rank} of spawn")
@@ -89,6 +84,15 @@ def spawn(main: Callable[..., Any], n: int, *, args: Sequence[Any] = ()) -> list
     if failures:
         raise failures[0]
     return results
+
+
+def _check_left(rank: int) -> None:
+    """Raise WorldError if the program that has returned on this thread has not left its world."""
+    worker = find_worker()
+    if worker is not None and not worker.closed:
+        gave_up = worker.closing.gave_up
+        how = f"before it had left its world: {gave_up}" if gave_up else "without shutdown(). Call it at its end."
+        raise errors.WorldError(f"the main of rank {rank} returned {how}", worker=rank)
 
 
 class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):

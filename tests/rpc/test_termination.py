@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from jdistgrad.rpc.closing import Patience, Survey, SurveyReport, describe
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import WorkCount
-from jdistgrad.rpc.termination import Patience, Survey, SurveyReport, describe
 
 
 def conclude(survey, *reports):

@@ -23,9 +23,9 @@ from jdistgrad.autograd.tape.tape import Place, answer, current_tape, next_messa
 from jdistgrad.autograd.values.holes import Uniform, as_jax, made, strong
 from jdistgrad.autograd.values.primitive import has_wire
 from jdistgrad.rpc.by_value import OWN, Cached
+from jdistgrad.rpc.codec import BY_PARTS
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.pending import task_served
-from jdistgrad.rpc.prepared import BY_PARTS
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import ArrayBlock
 
@@ -187,7 +187,7 @@ class BundleRun(ServedFunction):
         self._looks_for_failure = False  # the compiled form failed: run again stop by stop, to find the stop that fails
 
     def __reduce__(self) -> Any:
-        """Return parts that differ from run to run only in the numbers of arrays (see ``rpc.prepared``)."""
+        """Return parts that differ from run to run only in the numbers of arrays (see ``rpc.codec``)."""
         items = ArrayBlock(self._items) if self._bundle.value.is_closed else self._items
         numbers = np.array([number for one in self._numbers for number in one], np.uint64)
         return _arrived, (self._bundle, tuple(self._functions), numbers, np.array(self._place, np.int64), items)
