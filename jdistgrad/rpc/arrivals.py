@@ -30,12 +30,6 @@ class GaveUp(NamedTuple):
     cause: str
 
 
-class Unpicklable(NamedTuple):
-    """What comes in place of a word that cannot be pickled: why."""
-
-    why: str
-
-
 @dataclasses.dataclass(slots=True, eq=False)
 class Gathering(Ending):
     """Messages of a group with one key: ``done`` when all that this worker waits for have come, or none will.

@@ -14,7 +14,6 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Callable
 from typing import Any, ClassVar, Generic, TypeVar
 
 import cloudpickle
@@ -128,7 +127,9 @@ class ObjectPickler(cloudpickle.Pickler):
         """Return how to pickle a function or class from what it is made of."""
         if isinstance(value, JITTED):
             wrapped: Any = value
-            return jitted, (wrapped.__wrapped__, *static_arguments(value))
+            numbers, names = static_arguments(value)
+            jitted = functools.partial(jax.jit, static_argnums=numbers, static_argnames=names)
+            return jitted, (wrapped.__wrapped__,)
         if isinstance(value, WITH_RULES):
             return object.__new__, (type(value),), vars(value)
         if isinstance(value, types.FunctionType) and (module := _module_with_file(value)):
@@ -247,10 +248,6 @@ def _likeness_of(code: types.CodeType, defaults: str) -> int:
     inside = [_likeness_of(one, "") for one in code.co_consts if isinstance(one, types.CodeType)]
     text = repr((code.co_code, code.co_names, code.co_varnames, code.co_freevars, plain, inside, defaults))
     return zlib.crc32(text.encode(errors="replace"))
-
-
-def jitted(function: Callable[..., Any], numbers: tuple[int, ...], names: tuple[str, ...]) -> Any:
-    return jax.jit(function, static_argnums=numbers, static_argnames=names)
 
 
 def _module_with_file(function: types.FunctionType) -> str | None:

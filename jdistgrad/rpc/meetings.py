@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError, WorldClosedError
+from jdistgrad.errors import CollectiveError, EncodingError, MissingRanksError, WorkerLostError, WorldClosedError
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.arrivals import GAVE_UP, LETTERS, Arrivals, GaveUp, Groups, Unpicklable, packed, unpacked
+from jdistgrad.rpc.arrivals import GAVE_UP, LETTERS, Arrivals, GaveUp, Groups, packed, unpacked
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.mailbox import Mailbox
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
@@ -58,8 +58,8 @@ class Meeting:
         self._arrivals.by_key.pop(self._turn, None)
         words = [self._word if place == members.rank else unpacked(came[r]) for place, r in enumerate(members.ranks)]
         for place, word in enumerate(words):
-            if type(word) is Unpicklable:
-                raise CollectiveError(f"{self._what}: that of rank {place} cannot be pickled: {word.why}")
+            if type(word) is EncodingError:
+                raise CollectiveError(f"{self._what}: that of rank {place} cannot be pickled: {word}")
         return words
 
     def _wait(self, timeout: float) -> None:
@@ -147,7 +147,7 @@ class Members:
         try:
             body = word if worker.hands_over else packed(word)
         except Exception as error:  # the others wait for something in any case
-            word = Unpicklable(in_short(error))
+            word = EncodingError(in_short(error))
             body = packed(word)
         self._tell_others(worker, turn, body)
         return Meeting(self, self._arrivals, turn, word, what)

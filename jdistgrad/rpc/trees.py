@@ -34,23 +34,19 @@ def map_leaves(change: Callable[[Any], Any], tree: Any) -> Any:
 
 def steady(tree: T) -> T:
     """Return the tree with copies of its lists, dicts and NumPy arrays that somebody may change; itself without any."""
-    if not any(map(_may_change, leaves(tree))) and not any(isinstance(one, list | dict) for one in nodes(tree)):
-        return tree
     copies: dict[int, tuple[Any, Any]] = {}  # with the arrays, which keeps their ids their own
 
     def own(leaf: Any) -> Any:
-        if not _may_change(leaf):
+        if not (isinstance(leaf, np.ndarray) and may_be_written(leaf)):
             return leaf
         if id(leaf) not in copies:
             copies[id(leaf)] = leaf, leaf.copy(order="K")
         return copies[id(leaf)][1]
 
+    if all(own(leaf) is leaf for leaf in leaves(tree)) and not any(isinstance(one, list | dict) for one in nodes(tree)):
+        return tree
     copied: T = map_leaves(own, tree)
     return copied
-
-
-def _may_change(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) and may_be_written(leaf)
 
 
 def leaves(tree: Any) -> Iterator[Any]:

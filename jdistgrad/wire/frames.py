@@ -114,11 +114,5 @@ def unpack(frame: Any, source: int) -> Frame:
 
 # Words of meetings, a few dozen bytes each: a frame of their own, since all ranks wait for them.
 
-WORD = struct.Struct("<B7xQQ")  # kind, id, scope
+WORD = struct.Struct("<B7xQQ")  # kind, id, scope; the word follows
 LONGEST_WORD = 1 << 12
-
-
-def unpack_word(frame: bytearray) -> tuple[int, int, bytes]:
-    """Return the id and scope of a word, and the word."""
-    _, identifier, scope = WORD.unpack_from(frame)
-    return identifier, scope, bytes(frame[WORD.size :])

@@ -5,8 +5,6 @@ import json
 import os
 import pathlib
 
-from jdistgrad import errors
-
 LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 # SLURM's is set by srun, with or without MPI, and not in a batch script; the last by torchrun, which knows no MPI.
@@ -77,17 +75,6 @@ def place_taken_by() -> int | None:
     """Return the process that has the place of this one in the job, if another has taken it."""
     of, number, process = json.loads(os.environ.get(PLACE, "[null, null, null]"))
     return process if (of, number) == (job(), rank()) and process != os.getpid() else None
-
-
-def refuse_place_of_another_process(what: str) -> None:
-    """Raise WorldError if a rank has started this process, with its own place in the environment: MPI would wait."""
-    process = place_taken_by()
-    if process is not None:
-        raise errors.WorldError(
-            f"{what}: this process was started by process {process}, which is rank {rank()} of the MPI job, "
-            "and a rank is one process. Leave calls to that process, or have the launcher start every process that "
-            "needs a place. A world of threads needs none: jdistgrad.spawn, jdistgrad.local_workers."
-        )
 
 
 # By this variable mpi4py leaves MPI open at the end of a process.

@@ -22,7 +22,13 @@ def start(timeout: float, *, survive: bool) -> "MPIJob":
     Raises:
       WorldError: MPI cannot be used, does not find the other processes, or cannot survive the death of one.
     """
-    launcher_env.refuse_place_of_another_process("init")
+    process = launcher_env.place_taken_by()
+    if process is not None:  # a rank has started this one, with its own place in the environment: MPI would wait
+        raise errors.WorldError(
+            f"init: this process was started by process {process}, which is rank {launcher_env.rank()} of the MPI job, "
+            "and a rank is one process. Leave calls to that process, or have the launcher start every process that "
+            "needs a place. A world of threads needs none: jdistgrad.spawn, jdistgrad.local_workers."
+        )
     if survive:  # let MPI start so that its end does not wait for dead ranks
         mpi4py = importlib.import_module("mpi4py")
         is_left_open = os.environ.get(launcher_env.LEFT_OPEN, "").lower() in ("0", "false", "no", "n", "off")

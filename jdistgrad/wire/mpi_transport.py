@@ -267,7 +267,8 @@ class MPITransport(Transport):
     def _frame_complete(self, source: int, data: bytearray) -> Task | None:
         """Take a complete frame: deliver its message, or start to receive its large pieces."""
         if data[0] == MessageType.WORD:
-            self._receiver.word(source, *frames.unpack_word(data))
+            _, identifier, scope = frames.WORD.unpack_from(data)
+            self._receiver.word(source, identifier, scope, bytes(data[frames.WORD.size :]))
             return None
         frame = frames.unpack(data, source)
         if not frame.places:
