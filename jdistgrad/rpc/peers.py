@@ -114,16 +114,12 @@ class Peers(WorkerPart):
         why = self.lost.setdefault(peer, f"{info} is lost: {reason}")
         for part in self._mailbox.parts:
             part.on_lost(info, why)
-        self._call_back()
+        self.call_on_lost()
 
-    def call_on_lost(self, callback: Callback) -> None:
+    def call_on_lost(self, *more: Callback) -> None:
+        """Add callbacks; run all for the lost workers that they have not been told of, on other threads."""
         with self._telling:
-            self._callbacks.append(callback)
-        self._call_back()
-
-    def _call_back(self) -> None:
-        """Run callbacks for the lost workers that they have not been told of, on other threads."""
-        with self._telling:
+            self._callbacks += more
             lost = list(self.lost)
             new = [(peer, one) for peer in lost for one in self._callbacks[self._told.get(peer, 0) :]]
             self._told = dict.fromkeys(lost, len(self._callbacks))

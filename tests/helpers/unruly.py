@@ -96,9 +96,7 @@ def sender(transport, lateness):
     genuine = transport.send
 
     def send(peer, message):
-        told_at_once = (
-            peer == transport.rank or message.kind is MessageType.LEAVE
-        )  # the others see at once who has left
+        told_at_once = peer == transport.rank or message.kind is MessageType.LEAVE  # others see at once who has left
         if not told_at_once and lateness.of(message.kind):
             lateness.send_late(lambda: genuine(peer, message))
         else:

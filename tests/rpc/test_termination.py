@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from jdistgrad.rpc.closing import Patience, Survey, SurveyReport, describe
+from jdistgrad.rpc.closing import Patience, Survey, SurveyReport as Report, describe
 from jdistgrad.rpc.directory import WorkerInfo
 from jdistgrad.rpc.mailbox import WorkCount
 
@@ -14,7 +14,7 @@ def conclude(survey, *reports):
     return survey.conclude()
 
 
-QUIET = SurveyReport(closing=True, busy=False, sent=3, received=3)
+QUIET = Report(closing=True, busy=False, sent=3, received=3)
 
 
 def test_two_equal_quiet_rounds_are_needed():
@@ -26,9 +26,9 @@ def test_two_equal_quiet_rounds_are_needed():
 @pytest.mark.parametrize(
     "other",
     [
-        SurveyReport(closing=False, busy=False, sent=3, received=3),
-        SurveyReport(closing=True, busy=True, sent=3, received=3),
-        SurveyReport(closing=True, busy=False, sent=4, received=3),
+        Report(closing=False, busy=False, sent=3, received=3),
+        Report(closing=True, busy=True, sent=3, received=3),
+        Report(closing=True, busy=False, sent=4, received=3),
     ],
     ids=["not closing", "busy", "a message on its way"],
 )
@@ -64,7 +64,7 @@ class Dying:
             self.deliver()
         self.lost[rank] |= {one for one in self.dead if self.chance.random() < 0.5}
         sent, received, _ = self.work[rank].counts(self.lost[rank])
-        return SurveyReport(True, False, sent, received, lost=tuple(sorted(self.lost[rank])))
+        return Report(True, False, sent, received, lost=tuple(sorted(self.lost[rank])))
 
 
 @pytest.mark.parametrize("deaths", [0, 2])
@@ -88,7 +88,7 @@ def test_no_message_between_those_alive_is_under_way_at_the_end(seed, deaths):
 # What a wait for the end says, and when.
 
 WORKERS = [WorkerInfo(rank, f"worker{rank}") for rank in range(3)]
-IDLE, OUTSIDE = SurveyReport(True, False, 3, 3), SurveyReport(False, False, 3, 3)
+IDLE, OUTSIDE = Report(True, False, 3, 3), Report(False, False, 3, 3)
 SLEEP, WAIT = ("time.sleep", 0, 73.4), ("threading.Event.wait", 2, 5.0)
 
 
@@ -98,23 +98,23 @@ SLEEP, WAIT = ("time.sleep", 0, 73.4), ("threading.Event.wait", 2, 5.0)
         ({0: IDLE, 1: IDLE, 2: IDLE}, "for messages on their way"),
         ({0: IDLE, 1: OUTSIDE, 2: IDLE}, "for worker1 (rank 1), which has not called shutdown"),
         (
-            {0: IDLE, 1: SurveyReport(True, True, 3, 3, (SLEEP,)), 2: OUTSIDE},
+            {0: IDLE, 1: Report(True, True, 3, 3, (SLEEP,)), 2: OUTSIDE},
             "for worker1 (rank 1), which serves time.sleep, called by worker0 (rank 0) 73 s ago; "
             "for worker2 (rank 2), which has not called shutdown",
         ),
         (
-            {0: IDLE, 1: SurveyReport(False, True, 3, 3, (SLEEP, WAIT)), 2: IDLE},
+            {0: IDLE, 1: Report(False, True, 3, 3, (SLEEP, WAIT)), 2: IDLE},
             "for worker1 (rank 1), which has not called shutdown and serves time.sleep, called by worker0 (rank 0) "
             "73 s ago, and threading.Event.wait, called by worker2 (rank 2) 5 s ago",
         ),
         (
-            {0: IDLE, 1: IDLE, 2: SurveyReport(True, True, 3, 3, (SLEEP,) * 5)},
+            {0: IDLE, 1: IDLE, 2: Report(True, True, 3, 3, (SLEEP,) * 5)},
             "for worker2 (rank 2), which serves "
             f"{', and '.join(['time.sleep, called by worker0 (rank 0) 73 s ago'] * 3)}, and 2 more calls",
         ),
-        ({0: IDLE, 1: SurveyReport(True, True, 3, 3), 2: IDLE}, "for worker1 (rank 1), which has calls in flight"),
+        ({0: IDLE, 1: Report(True, True, 3, 3), 2: IDLE}, "for worker1 (rank 1), which has calls in flight"),
         (
-            {0: SurveyReport(True, True, 3, 3), 1: SurveyReport(True, True, 3, 3, (SLEEP,)), 2: IDLE},
+            {0: Report(True, True, 3, 3), 1: Report(True, True, 3, 3, (SLEEP,)), 2: IDLE},
             "for worker1 (rank 1), which serves time.sleep, called by worker0 (rank 0) 73 s ago",
         ),
         ({0: IDLE, 2: IDLE}, "for worker1 (rank 1), which does not answer"),
@@ -131,8 +131,8 @@ def times(patience, looks):
 @pytest.mark.parametrize(
     ("other", "told"),
     [
-        (lambda now: SurveyReport(True, True, now, 3), [10, 20, 40, 80]),
-        (lambda now: SurveyReport(False, True, now, 3), []),
+        (lambda now: Report(True, True, now, 3), [10, 20, 40, 80]),
+        (lambda now: Report(False, True, now, 3), []),
         (lambda now: OUTSIDE, [20, 30, 50, 90]),
     ],
     ids=["all want to close, whatever moves", "others work", "nothing moves"],
@@ -143,9 +143,7 @@ def test_it_speaks_unless_others_work(other, told):
 
 def test_programs_that_are_still_now_and_then_are_told_a_few_times():
     """A message every 30 s for 200 minutes: at most 3 warnings. After that no message moves, and warnings follow."""
-    rhythm = [
-        (float(now), {0: IDLE, 1: SurveyReport(False, False, min(now, 12_000) // 30, 3)}) for now in range(13_000)
-    ]
+    rhythm = [(float(now), {0: IDLE, 1: Report(False, False, min(now, 12_000) // 30, 3)}) for now in range(13_000)]
     told = times(Patience(10, 0.0), rhythm)
     assert len([now for now in told if now < 12_000]) <= 3
     assert [now for now in told if now >= 12_000] != []

@@ -33,8 +33,4 @@ def test_what_may_stand_for_each_other():
     assert ones.differs_from(LeafSpec.of(jnp.ones(3)))
     assert ones.differs_from(LeafSpec.of(jnp.ones(2, jnp.float16)))
     assert LeafSpec.of(LEAVES["key<rbg>[2]"]).differs_from(LeafSpec.of(jax.random.split(jax.random.key(0))))
-
-
-def test_zeros_have_the_type_of_the_numbers():
     assert LeafSpec.of(2.0).zeros().weak_type
-    assert LeafSpec.of(jnp.ones((2, 3))).zeros().shape == (2, 3)
