@@ -16,8 +16,8 @@ When a worker dies, each survivor refuses its messages from then on, and so its 
 weight that the dead held, or that was on its way to or from it, is the sum of the survivors' accounts with it: what
 they gave it, less what came back. So each survivor *closes* its account, and *settles*: it returns the balance, which
 may be negative, to the owner of each reference, in the place of the dead. The order and the time of the settlements do
-not matter, only that the owner frees nothing until it has all of them. No message on its way between
-survivors matters either: no survivor's weight is counted, only weight that left for the dead.
+not matter, only that the owner frees nothing until it has all of them. No message on its way between survivors matters
+either: no survivor's weight is counted, only weight that left for the dead.
 
 A balance must not come to an owner that has freed the value: that owner could not tell it from that of a value that is
 still to be announced, and would keep it for ever. So a survivor settles with an owner when the owner says that it has

@@ -47,11 +47,11 @@ class Worker(Mailbox):
             self.references = AccountedReferences(self, self.calls)
         self.add(self.references, References)
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
-        if self.survives:
-            self.losses = self.add(Losses(self))
         self.closing = self.add(Closing(self, self.peers, self.releasing.tick))
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
         self.groups = self.add(Groups())
+        if self.survives:
+            self.losses = self.add(Losses(self))  # the last to do without a lost worker
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = sys.exception()  # ``init`` may be called in an ``except`` block
 
