@@ -13,14 +13,13 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import FrameType
 from typing import NamedTuple
 
 from jdistgrad import errors
 from jdistgrad.config import settings
 from jdistgrad.ffi.sites import is_cancelled
-from jdistgrad.rpc.arrivals import Groups
 from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.current import within
@@ -181,12 +180,16 @@ class Location:
 class Watchdog(WorkerPart):
     """The collectives that one worker is in.
 
+    Arguments:
+      sent: how many words this worker has sent to each group, and letters of each kind.
+
     Attributes:
       all: the collectives, and the meetings by calls, that threads of this worker are in.
     """
 
-    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Closing):
+    def __init__(self, mailbox: Mailbox, caller: Caller, peers: Peers, closing: Closing, sent: Mapping[Hashable, int]):
         self._mailbox, self._caller, self._peers, self.closing = mailbox, caller, peers, closing
+        self._sent = sent
         self.all: dict[int, WatchedBlock] = {}
 
     def begin(self, one: WatchedBlock) -> None:
@@ -273,7 +276,7 @@ class Watchdog(WorkerPart):
 
     def has_sent(self, entry: CollectiveEntry) -> bool:
         """Return whether this worker has sent its word, or the letter, that an entry is about: it need not stay."""
-        return self._mailbox.part(Groups).sent.get(entry.group, -1) > entry.turn
+        return self._sent.get(entry.group, -1) > entry.turn
 
     def waits_elsewhere(self, peer: int, awaited: Collection[CollectiveEntry], place: str) -> str:
         return (

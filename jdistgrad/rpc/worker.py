@@ -8,10 +8,10 @@ from typing import Any
 from jdistgrad import errors
 from jdistgrad.ffi.sites import waiting
 from jdistgrad.rpc import current
-from jdistgrad.rpc.arrivals import Groups
 from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
 from jdistgrad.rpc.mailbox import Mailbox
+from jdistgrad.rpc.meetings import Groups
 from jdistgrad.rpc.peers import Peers
 from jdistgrad.rpc.pending import Pending
 from jdistgrad.rpc.references import References, Releasing
@@ -48,8 +48,8 @@ class Worker(Mailbox):
         self.add(self.references, References)
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
         self.closing = self.add(Closing(self, self.peers, self.releasing.tick))
-        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing))
         self.groups = self.add(Groups())
+        self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing, self.groups.sent))
         if self.survives:
             self.losses = self.add(Losses(self))  # the last to do without a lost worker
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
