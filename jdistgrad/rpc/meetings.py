@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jdistgrad.errors import CollectiveError, EncodingError, MissingRanksError, WorkerLostError, WorldClosedError
+from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError, WorldClosedError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.mailbox import Mailbox
@@ -40,6 +40,12 @@ class GaveUp(NamedTuple):
     missing: list[int]
     seconds: float
     cause: str
+
+
+class Unpicklable(NamedTuple):
+    """What comes in place of a word that cannot be pickled: why."""
+
+    why: str
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -173,8 +179,8 @@ class Meeting:
         self._arrivals.by_key.pop(self._turn, None)
         words = [self._word if place == members.rank else unpacked(came[r]) for place, r in enumerate(members.ranks)]
         for place, word in enumerate(words):
-            if type(word) is EncodingError:
-                raise CollectiveError(f"{self._what}: that of rank {place} cannot be pickled: {word}")
+            if type(word) is Unpicklable:
+                raise CollectiveError(f"{self._what}: that of rank {place} cannot be pickled: {word.why}")
         return words
 
     def _wait(self, timeout: float) -> None:
@@ -262,7 +268,7 @@ class Members:
         try:
             body = word if worker.hands_over else packed(word)
         except Exception as error:  # the others wait for something in any case
-            word = EncodingError(in_short(error))
+            word = Unpicklable(in_short(error))
             body = packed(word)
         self._tell_others(worker, turn, body)
         return Meeting(self, self._arrivals, turn, word, what)
