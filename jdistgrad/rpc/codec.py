@@ -44,21 +44,14 @@ BY_PARTS: set[type] = set()
 SHORT = 64  # characters
 
 
+Arrays = dict[int, np.ndarray]  # by the identity of what is to be sent
+
+
 class _NoKeyError(Exception):
     """A value has no key, or it would take longer to find than to pickle the value."""
 
 
-class Found:
-    """The arrays in a value, by the identity of what is to be sent, and the keys of its functions."""
-
-    __slots__ = ("arrays", "functions")
-
-    def __init__(self) -> None:
-        self.arrays: dict[int, np.ndarray] = {}
-        self.functions: dict[int, Any] = {}
-
-
-def key_of(value: Any, found: Found, copies: pinned.Copies) -> Any:
+def key_of(value: Any, found: Arrays, copies: pinned.Copies) -> Any:
     """Return a value's key, or None; add its arrays, in the order in which they are pickled.
 
     Arguments:
@@ -70,32 +63,29 @@ def key_of(value: Any, found: Found, copies: pinned.Copies) -> Any:
         return None
 
 
-def _key(value: Any, found: Found, copies: pinned.Copies) -> Any:
+def _key(value: Any, found: Arrays, copies: pinned.Copies) -> Any:
     kind = type(value)
     if kind is np.ndarray:
-        if not _is_plain(value.dtype) or id(value) in found.arrays:
+        if not _is_plain(value.dtype) or id(value) in found:
             raise _NoKeyError
-        found.arrays[id(value)] = value
+        found[id(value)] = value
         return value.dtype, value.shape, value.flags.writeable
     if kind is ARRAY:
         host = np.asarray(value if copies is pinned.NONE else copies.of(value))
-        if not _is_plain(host.dtype) or id(value) in found.arrays or (not host.shape and value.weak_type):
+        if not _is_plain(host.dtype) or id(value) in found or (not host.shape and value.weak_type):
             raise _NoKeyError
-        found.arrays[id(value)] = host
+        found[id(value)] = host
         return kind, host.dtype, host.shape
     if kind in BY_NAME:
-        known = found.functions.get(id(value))
-        if known is None:
-            known = found.functions[id(value)] = kind, *_place(value)
-        return known
+        return kind, *_place(value)
     if value is None or kind is bool or (kind is str and len(value) <= SHORT):
         return kind, value
     return _key_of_container(kind, value, found, copies)
 
 
-def _key_of_container(kind: type, value: Any, found: Found, copies: pinned.Copies) -> Any:
+def _key_of_container(kind: type, value: Any, found: Arrays, copies: pinned.Copies) -> Any:
     """Return the key of what has parts. A list or dict without arrays has none: it may be in several places."""
-    before, key = len(found.arrays), list[Any]([kind])
+    before, key = len(found), list[Any]([kind])
     if kind is dict:
         if not all(type(name) is str for name in value):
             raise _NoKeyError
@@ -111,7 +101,7 @@ def _key_of_container(kind: type, value: Any, found: Found, copies: pinned.Copie
         raise _NoKeyError
     for one in value:
         key += (_key(one, found, copies),)
-    if kind in (list, dict) and len(found.arrays) == before:
+    if kind in (list, dict) and len(found) == before:
         raise _NoKeyError
     return tuple(key)
 
@@ -161,12 +151,12 @@ class PickleCodec:
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel:
         copies = pinned.of_all(trees.leaves(value)) if pinned.accelerated() else pinned.NONE
-        found = Found()
+        found: Arrays = {}
         key = key_of(value, found, copies)
         stream = None if key is None else self._streams.get(key)
         if stream is None:
             parcel = self._pickled(value, copies, snapshot=snapshot)
-            same = len(parcel.buffers) == len(found.arrays) and not parcel.attached
+            same = len(parcel.buffers) == len(found) and not parcel.attached
             if key is not None and same and len(parcel.stream) <= LONGEST:
                 if len(self._streams) >= KEPT:
                     self._streams.clear()
@@ -174,7 +164,7 @@ class PickleCodec:
             return parcel
         raw = [
             one.data if one.nbytes < arrays.ALIAS_FROM and one.flags.c_contiguous else arrays.bytes_of(one)
-            for one in found.arrays.values()
+            for one in found.values()
         ]
         return Parcel(stream, [_steady(one) for one in raw] if snapshot else raw)
 
