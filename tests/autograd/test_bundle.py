@@ -12,7 +12,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.autograd.callee.bundle import KEPT, Bundle, BundleRun, StopOutput
-from jdistgrad.autograd.callee.recording import CallStop, LinearCall
+from jdistgrad.autograd.callee.stops import CallStop, LinearStop
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.codec import PickleCodec
@@ -36,7 +36,7 @@ def run_of(*functions, stop=STOP):
     """Return a run of a bundle of calls, each on the result of the call before."""
     sources = [[0], *([StopOutput(turn, 0)] for turn in range(len(functions) - 1))]
     bundle = Bundle.of([stop] * len(functions), sources, [StopOutput(len(functions) - 1, 0)])
-    return BundleRun(Cached(bundle), list(functions), [()] * len(functions), (), [X])
+    return BundleRun(Cached(bundle), list(functions), [()] * len(functions), ())
 
 
 def test_what_nobody_needs_any_more_is_let_go(worker):
@@ -50,7 +50,7 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
         return made
 
     alive = []
-    run_of(*[remember] * 6, stop=dataclasses.replace(STOP, references=True))()
+    run_of(*[remember] * 6, stop=dataclasses.replace(STOP, references=True))([X])
     assert max(alive) == 1  # the argument of the running function
 
 
@@ -60,8 +60,8 @@ def test_a_bundle_is_decoded_once_and_its_functions_are_found_each_time(worker, 
     first = codec.decode(parcels[0])
     monkeypatch.setattr(sys.modules[__name__], "change", jax.jit(lambda x: 3 * x))
     second = codec.decode(parcels[1])
-    assert first._bundle is second._bundle
-    np.testing.assert_allclose([first()[0], second()[0]], [2 * X, 3 * X])
+    assert first.bundle is second.bundle
+    np.testing.assert_allclose([first([X])[0], second([X])[0]], [2 * X, 3 * X])
 
 
 SPREAD = np.linspace(-1, 1, 5, dtype=np.float32)
@@ -71,7 +71,7 @@ RECORDED = CallStop(ONE, ((0,),), (), 1)
 
 
 def pull(call, *, last=True):
-    return LinearCall("something", 0, (0,), (), last, call)
+    return LinearStop("something", 0, (0,), (), last, call)
 
 
 def forward_and_back(**settings):

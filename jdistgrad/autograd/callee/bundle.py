@@ -5,25 +5,25 @@ one compiled function where possible, else stop by stop.
 """
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdistgrad import events
 from jdistgrad.autograd.callee.pullbacks import Outputs
-from jdistgrad.autograd.callee.recording import CallStop, LinearCall, RecordCall, Recording
-from jdistgrad.autograd.tape.tape import Place, answer, current_tape, next_message
-from jdistgrad.autograd.values.holes import Uniform, as_jax, made, strong
+from jdistgrad.autograd.callee.recording import Recording
+from jdistgrad.autograd.callee.stops import CallStop, LinearStop, Stop
+from jdistgrad.autograd.tape.tape import Place, answer, current_tape, next_message, next_place
+from jdistgrad.autograd.values.holes import Uniform, as_jax, strong
 from jdistgrad.autograd.values.primitive import has_wire
-from jdistgrad.rpc.by_value import OWN, Cached
-from jdistgrad.rpc.codec import BY_PARTS
+from jdistgrad.rpc.by_value import OWN, Cached, from_cache
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.pending import task_served
 from jdistgrad.rpc.worker import current_worker
@@ -50,13 +50,14 @@ Compiled = Callable[[list[Any]], list[Any] | None]  # from the items of a bundle
 class Bundle:
     """Stops, the sources of the items of each, and the arrays that go back.
 
+    ``wanted``: None if there is one stop, whose items are all that the message brings: what it returns goes back.
     ``needed``: arrays for later stops or the caller. ``forgotten``: for each stop, the arrays of which it is the last
     user.
     """
 
-    stops: list[CallStop | LinearCall]
+    stops: list[Stop]
     sources: list[list[Source]]
-    wanted: list[StopOutput]
+    wanted: list[StopOutput] | None
     needed: frozenset[StopOutput]
     forgotten: list[list[int | StopOutput]]
 
@@ -69,32 +70,29 @@ class Bundle:
         return Bundle.of, (self.stops, self.sources, self.wanted)
 
     @classmethod
-    def of(cls, stops: list[CallStop | LinearCall], sources: list[list[Source]], wanted: list[StopOutput]) -> "Bundle":
+    def of(cls, stops: list[Stop], sources: list[list[Source]], wanted: list[StopOutput] | None) -> "Bundle":
         last = {one: turn for turn, used in enumerate(sources) for one in used if not isinstance(one, Uniform)}
         forgotten: list[list[int | StopOutput]] = [[] for _ in stops]
         for one, turn in last.items():
-            if one not in wanted:
+            if one not in (wanted or ()):
                 forgotten[turn].append(one)
-        needed = frozenset(one for one in (*last, *wanted) if isinstance(one, StopOutput))
+        needed = frozenset(one for one in (*last, *(wanted or ())) if isinstance(one, StopOutput))
         return cls(stops, sources, wanted, needed, forgotten)
 
     @functools.cached_property
     def is_closed(self) -> bool:
         """Return whether only arrays come and go and no recording is left: the bundle pulls everything it records."""
+        if self.wanted is None:
+            return False
         recorded = {turn for turn, one in enumerate(self.stops) if isinstance(one, CallStop) and one.orders}
-        pulls = [one for one in self.stops if isinstance(one, LinearCall)]
+        pulls = [one for one in self.stops if isinstance(one, LinearStop)]
         return (
             {one.call for one in pulls} == recorded
             and all(one.last for one in pulls)
             and not any(one.references for one in self.stops if isinstance(one, CallStop))
         )
 
-    @functools.cached_property
-    def counts(self) -> list[int]:
-        """Return how many numbers a run has for each stop: those of messages, and of the contributions of a pull."""
-        return [2 if isinstance(one, LinearCall) else int(bool(one.orders)) for one in self.stops]
-
-    def at_once(self, functions: list[Any], items: list[Any]) -> list[Any] | None:
+    def at_once(self, functions: Sequence[Any], items: list[Any]) -> list[Any] | None:
         """Run the bundle as one compiled function and return the wanted arrays.
 
         Returns None if the stops must run one by one, or if most functions come only once. A compiled form keeps its
@@ -131,7 +129,13 @@ class Bundle:
                     del before[one]
                 else:
                     items[one] = None
-        return [before[one] for one in self.wanted]
+        return [before[one] for one in self.wanted or ()]
+
+
+@functools.lru_cache(maxsize=4096)
+def alone(stop: Stop) -> Cached[Bundle]:
+    """Return the bundle of a stop that has a message to itself, prepared once for all equal stops."""
+    return from_cache(Cached(Bundle.of([stop], [[]], None)).stream)
 
 
 def compiled_bundle(bundle: Bundle, functions: tuple[Any, ...]) -> Compiled:
@@ -141,14 +145,13 @@ def compiled_bundle(bundle: Bundle, functions: tuple[Any, ...]) -> Compiled:
         recordings: dict[int | None, Recording] = {}
 
         def stop(turn: int, items: list[Any]) -> list[Any]:
-            one, function = bundle.stops[turn], functions[turn]
-            if isinstance(one, LinearCall):
+            one = dataclasses.replace(bundle.stops[turn], function=functions[turn])
+            if isinstance(one, LinearStop):
                 return recordings.pop(one.call).derived.linear(one.order, one.live, items, one.maps)
-            if not one.orders:
-                return one.run(function, items)
-            args, kwargs = one.arguments.fill(made(items))
-            recordings[turn] = Recording(function, args, kwargs, one.orders, one.lanes)
-            return one.arrays(recordings[turn].result)
+            if isinstance(one, CallStop) and one.orders:
+                recordings[turn] = one.recording(items)
+                return one.arrays(recordings[turn].result)
+            return list(one(items))
 
         return Outputs.of(bundle.walk(list(map(strong, items)), stop), items)
 
@@ -169,59 +172,66 @@ def compiled_bundle(bundle: Bundle, functions: tuple[Any, ...]) -> Compiled:
 
 
 class BundleRun(ServedFunction):
-    """A run of a bundle: its functions (None for pulls), the ids of each stop's messages, and the arrays brought."""
+    """A run of a bundle: its functions (None for pulls), and the numbers of each stop. Called with what it brings."""
 
     takes_references = True
 
     def __init__(
         self,
         bundle: Cached[Bundle],
-        functions: list[Any],
-        numbers: list[tuple[int, ...]],
+        functions: Sequence[Any],
+        numbers: Sequence[tuple[int, ...]],
         place: Place,
-        items: list[Any],
     ):
-        self._bundle, self._functions, self._numbers = bundle, functions, numbers
-        self._place, self._items = place, items
+        self.bundle = bundle
+        self._functions, self._numbers, self._place = functions, numbers, place
         self._running: int | None = None
         self._looks_for_failure = False  # the compiled form failed: run again stop by stop, to find the stop that fails
 
     def __reduce__(self) -> Any:
         """Return parts that differ from run to run only in the numbers of arrays (see ``rpc.codec``)."""
-        items = ArrayBlock(self._items) if self._bundle.value.is_closed else self._items
-        numbers = np.array([number for one in self._numbers for number in one], np.uint64)
-        return _arrived, (self._bundle, tuple(self._functions), numbers, np.array(self._place, np.int64), items)
+        numbers = [number for one in self._numbers for number in (len(one), *one)]
+        arrays = np.array(numbers, np.uint64), np.array(self._place, np.int64)
+        return _arrived, (self.bundle, tuple(self._functions), *arrays)
 
     @property
     def label(self) -> str:
         """Return the name of the stop that is running, or of the whole bundle."""
         running = self._running
         if running is not None:
-            return describe(self._task(running))
-        names = [describe(self._task(turn)) for turn in range(len(self._functions))]
+            return self._stop(running).label
+        names = [self._stop(turn).label for turn in range(len(self._functions))]
         return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
     @property
     def served_as(self) -> str:
-        return self._bundle.value.stops[0].served_as if len(self._functions) == 1 else events.SERVE
+        return self._stop(0).served_as if len(self._functions) == 1 else super().served_as
 
     @property
     def recorded_as(self) -> int | None:
         """Return the message id of the only stop, or None if there are several stops or the stop has no id."""
-        return self._numbers[0][0] if len(self._numbers) == 1 and self._numbers[0] else None
+        return self._stop(0).recorded_as if len(self._functions) == 1 else None
 
-    def __call__(self) -> list[Any]:
-        found = self._at_once() if self._bundle.value.is_closed else None
+    def failed(self, error: BaseException) -> None:
+        for function in self._functions:
+            if isinstance(function, ServedFunction):
+                function.failed(error)
+
+    def __call__(self, items: list[Any]) -> Any:
+        bundle = self.bundle.value
+        if bundle.wanted is None:
+            return self._run(0, items)
+        found = self._at_once(items) if bundle.is_closed else None
         if found is None:  # stop by stop
-            self._items = list(map(strong, as_jax(self._items)))
-            current_worker().wait_for_arguments(self._items)
-            found = self._bundle.value.walk(self._items, self._stop)
+            items[:] = map(strong, as_jax(items))
+            current_worker().wait_for_arguments(items)
+            found = bundle.walk(items, self._run)
             self._running = None
         return ArrayBlock(found)
 
-    def _at_once(self) -> list[Any] | None:
+    def _at_once(self, items: list[Any]) -> list[Any] | None:
         try:
-            found = self._bundle.value.at_once(self._functions, self._items)
+            found = self.bundle.value.at_once(self._functions, items)
             jax.block_until_ready(found)  # raises here any error from computing them
         except Exception:
             self._looks_for_failure = True
@@ -233,34 +243,46 @@ class BundleRun(ServedFunction):
             links.append(lambda: [answer(message, call, describe(function)) for message, call, function in answers])
         return found
 
-    def _stop(self, turn: int, items: list[Any]) -> list[Any]:
+    def _run(self, turn: int, items: list[Any]) -> Any:
         self._running = turn
-        stop, task, since, failed = self._bundle.value.stops[turn], self._task(turn), time.monotonic(), True
+        stop, since, failed = self._stop(turn), time.monotonic(), True
         try:
-            arrays = task(items) if isinstance(stop, LinearCall) else stop.run(task, items)
+            found = stop(items)
             if self._looks_for_failure:
-                jax.block_until_ready(arrays)
+                jax.block_until_ready(found)
             failed = False
-            return arrays
+            return found
         finally:
             if len(self._functions) > 1:
-                task_served(task, current_worker().info, since, failed=failed)
+                task_served(stop, current_worker().info, since, failed=failed)
 
-    def _task(self, turn: int) -> Any:
-        """Return the function that the operation of a stop sends if it is alone."""
-        stop, numbers, place = self._bundle.value.stops[turn], self._numbers[turn], (*self._place, turn)
-        if isinstance(stop, LinearCall):
-            return dataclasses.replace(stop, message=numbers[0], number=numbers[1], place=place)
-        function = self._functions[turn]
-        return RecordCall(function, numbers[0], stop.orders, place, stop.lanes) if stop.orders else function
+    def _stop(self, turn: int) -> Stop:
+        return dataclasses.replace(
+            self.bundle.value.stops[turn],
+            function=self._functions[turn],
+            numbers=self._numbers[turn],
+            place=(*self._place, turn),
+        )
 
 
-def _arrived(
-    bundle: Cached[Bundle], functions: tuple[Any, ...], numbers: Any, place: Any, items: list[Any]
-) -> BundleRun:
+def _arrived(bundle: Cached[Bundle], functions: tuple[Any, ...], numbers: Any, place: Any) -> BundleRun:
     left = iter(numbers.tolist())
-    each = [tuple(itertools.islice(left, count)) for count in bundle.value.counts]
-    return BundleRun(bundle, list(functions), each, tuple(place.tolist()), items)
+    each = [tuple(itertools.islice(left, count)) for count in left]
+    return BundleRun(bundle, functions, each, tuple(place.tolist()))
+
+
+def send_alone(
+    to: int,
+    stop: Stop,
+    items: list[Any],
+    timeout: float | None,
+    *,
+    function: Any = None,
+    numbers: tuple[int, ...] = (),
+) -> concurrent.futures.Future[Any]:
+    """Send a message with one stop; return a future of what the stop returns."""
+    run = BundleRun(alone(stop), (function,), (numbers,), next_place())
+    return current_worker().rpc_async(to, run, (items,), {}, timeout)
 
 
 OWN.add(BundleRun)

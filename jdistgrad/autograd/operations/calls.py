@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 
 import jax
 
+from jdistgrad.autograd.callee.bundle import send_alone
 from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
 from jdistgrad.autograd.callee.orders import Orders
-from jdistgrad.autograd.callee.recording import CallStop, Lane, RecordCall
+from jdistgrad.autograd.callee.recording import Lane
 from jdistgrad.autograd.callee.state import state_argument
-from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message, next_place
+from jdistgrad.autograd.callee.stops import CallStop
+from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message
 from jdistgrad.autograd.values.holes import Layout, ReferenceHole, Results, is_differentiable
 from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Operation, Shapes, Started
 from jdistgrad.autograd.values.typed import ArraysOf
@@ -63,23 +65,25 @@ class Call(Operation):
         plain = self.results.have_keys
         function = ArraysOf(self.function) if plain else self.function
         finish = self.results.arrived if plain else self.results.flatten
+        numbers, tag = self.drawn()
+        return Started(self.send(function, numbers, operands), finish, [as_token(*tag)] if tag else [])
+
+    def drawn(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the message id of a recorded call, and with it the context's, by which its pullback is found."""
         if not self.orders:
-            return Started(self.send(function, operands), finish)
-        recorded, tag = self.recorded(function)
-        return Started(self.send(recorded, operands), finish, [as_token(*tag)])
-
-    def send(self, function: Any, operands: Sequence[Any]) -> concurrent.futures.Future[Any]:
-        args, kwargs = self.arguments.fill(operands)
-        return current_worker().rpc_async(self.to, function, args, kwargs, self.timeout)
-
-    def recorded(self, function: Any) -> tuple[RecordCall, tuple[int, int]]:
-        """Return the function to send so that its pullback is kept, and the context and message ids to find it by."""
+            return (), ()
         what = describe(self.function)
         message, tape = next_message(), current_tape(lambda: f"{what} on worker {self.to}")
         tape.links.append(Link(message, current_worker().rank, self.to, what, caused_by=cause()))
         scope = current_scope()
         assert scope is not None
-        return RecordCall(function, message, self.leaves(), next_place(), self.lanes), (scope.id, message)
+        return (message,), (scope.id, message)
+
+    def send(self, function: Any, numbers: tuple[int, ...], operands: Sequence[Any]) -> concurrent.futures.Future[Any]:
+        """Send the call as it is made: the structure of its result is known from the answer only."""
+        args, kwargs = self.arguments.fill(operands)
+        stop, items = CallStop(orders=self.leaves(), lanes=self.lanes), [args, kwargs] if kwargs else [args]
+        return send_alone(self.to, stop, items, self.timeout, function=function, numbers=numbers)
 
     def leaves(self) -> Orders:
         return tuple(tuple(self.arguments.positions[k] for k in order) for order in self.orders)

@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 import jax
 
+from jdistgrad.autograd.callee.bundle import send_alone
 from jdistgrad.autograd.callee.functions import PushforwardOf
 from jdistgrad.autograd.callee.pullbacks import Map
-from jdistgrad.autograd.callee.recording import LinearCall
+from jdistgrad.autograd.callee.stops import LinearStop
 from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_number, next_place
+from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Results
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.errors import DifferentiationError
@@ -45,25 +46,25 @@ class Linear(Operation):
     def has_references(self) -> bool:
         return self.call.has_references
 
-    def stop(self) -> LinearCall:
-        """Return the function to send, as far as it is the same in every run."""
+    def stop(self) -> LinearStop:
         what, order = describe(self.call.function), len(self.call.orders) - 1
         if isinstance(self, Pull):
-            return LinearCall(what, order, self.numbers, self.maps, self.last)
-        return LinearCall(what, order, None, self.maps)
+            return LinearStop(what, order, self.numbers, self.maps, self.last)
+        return LinearStop(what, order, None, self.maps)
 
     def start(self, operands: Sequence[Any]) -> Started:
         worker, (context, message, *_) = current_worker(), from_token(operands[0])
-        inputs, task, number = list(operands[len(operands) - self.inputs :]), self.stop(), 0
+        inputs, stop = list(operands[len(operands) - self.inputs :]), self.stop()
+        numbers: tuple[int, ...] = (message,)
         with within(worker.scopes.find(context)):
             if isinstance(self, Pull):
                 links = current_tape(lambda: str(self)).links
-                links.append(Link(message, worker.rank, self.to, task.what, backward=True, caused_by=cause()))
-                number = next_number()
+                links.append(Link(message, worker.rank, self.to, stop.what, backward=True, caused_by=cause()))
+                numbers = message, next_number()
             else:
                 self.refuse_references()
-            task = dataclasses.replace(task, message=message, number=number, place=next_place())
-            return Started(worker.rpc_async(self.to, task, (inputs,), {}, self.patience(worker.timeout)), list)
+            future = send_alone(self.to, stop, inputs, self.patience(worker.timeout), numbers=numbers)
+            return Started(future, list)
 
     def patience(self, default: float) -> float:
         """Return twice the call's patience: the answer may first have to wait for the call itself."""

@@ -49,12 +49,12 @@ class CallRemote(Call):
             tape.kept.append(claim)
         else:
             self.made.append(claim)
-        function: Any = Publishing(self.function, claim.id)
+        function = Publishing(self.function, claim.id)
         known = [NO_MARKS, as_token(claim.id)]
-        if self.orders:
-            function, tag = self.recorded(function)
+        numbers, tag = self.drawn()
+        if tag:
             known = [as_token(*tag, claim.id), *known]
-        future = self.send(function, operands)
+        future = self.send(function, numbers, operands)
         claim.add(WHOLE)
         return Started(future, lambda _: [], known)
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.callee.recording import CallStop
+from jdistgrad.autograd.callee.stops import CallStop
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Request
 from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Marks, Target, total

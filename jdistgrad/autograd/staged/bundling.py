@@ -16,7 +16,7 @@ from jax.extend.core import jaxprs_in_params
 
 from jdistgrad.autograd.callee.bundle import Bundle, BundleRun, Source, StopOutput
 from jdistgrad.autograd.callee.functions import is_pure
-from jdistgrad.autograd.callee.recording import CallStop, LinearCall
+from jdistgrad.autograd.callee.stops import LinearStop, Stop
 from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use
@@ -28,6 +28,7 @@ from jdistgrad.rpc.by_value import Cached, from_cache
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.arrays import ArrayBlock
 from jdistgrad.wire.message import as_token, from_token
 
 Member = tuple[Call | Pull, tuple[Source, ...]]  # with the sources of its operands; an int: an operand of the bundle
@@ -63,15 +64,15 @@ class BundleCall:
     @functools.cached_property
     def outline(self) -> tuple[Cached[Bundle], list[Any], list[int]]:
         """Return what is the same in every run: the bundle, the items to bring, and the turns of the wanted tags."""
-        brought, sources, stops = list[Any](), list[list[Source]](), list[CallStop | LinearCall]()
+        brought, sources, stops = list[Any](), list[list[Source]](), list[Stop]()
 
         def answered(one: StopOutput) -> StopOutput:
             """Renumber an output as the callee counts them: without the tag of a recorded call."""
             return StopOutput(one.turn, one.number - records(self.operations[one.turn]))
 
         for operation, mine in self.members:
-            stop: CallStop | LinearCall = operation.stop()
-            if isinstance(stop, LinearCall) and isinstance(tag := mine[0], StopOutput):
+            stop: Stop = operation.stop()
+            if isinstance(stop, LinearStop) and isinstance(tag := mine[0], StopOutput):
                 stop = dataclasses.replace(stop, call=tag.turn)
             stops.append(stop)
             sources.append([])
@@ -91,7 +92,7 @@ class BundleCall:
         return from_cache(Cached(bundle).stream), brought, [one.turn for one in tags]  # one for all equal bundles
 
     def start(self, operands: Sequence[Any]) -> Started:
-        worker, scope, (bundle, brought, tags) = current_worker(), current_scope(), self.outline
+        worker, scope, (bundle, to_bring, tags) = current_worker(), current_scope(), self.outline
         numbers = list[tuple[int, ...]]()  # of each member's message, and of the contributions of a pull
         for operation, sources in self.members:
             if isinstance(operation, Call):
@@ -104,10 +105,11 @@ class BundleCall:
         if any(numbers):
             links = functools.partial(self._links, numbers, worker.rank, cause())
             current_tape(lambda: str(self.operations[0])).links.append(links)
-        items = [one.of(operands) if isinstance(one, Operand) else one for one in brought]
-        run = BundleRun(bundle, self._functions, numbers, next_place(), items)
+        items = [one.of(operands) if isinstance(one, Operand) else one for one in to_bring]
+        run = BundleRun(bundle, self._functions, numbers, next_place())
         patience = sum(one.patience(worker.timeout) for one in self.operations)
-        future = worker.rpc_async(self.to, run, (), {}, patience)
+        brought = ArrayBlock(items) if bundle.value.is_closed else items
+        future = worker.rpc_async(self.to, run, (brought,), {}, patience)
         return Started(future, list, [as_token(scope.id, numbers[turn][0]) for turn in tags] if scope else [])
 
     def _links(self, numbers: Sequence[tuple[int, ...]], here: int, by: int | None) -> list[Link]:
