@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeVar
 
 from jdistgrad._compat import trace_state_clean
+from jdistgrad.autograd.callee.contributions import gradient_tree
 from jdistgrad.autograd.graph import Graph, gather
-from jdistgrad.autograd.tape.contributions import gradient_tree
 from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.autograd.values.primitive import settle
 from jdistgrad.corrections import Corrected

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
+from jdistgrad.autograd.callee.contributions import gradient_of
 from jdistgrad.autograd.contexts import Context, find_context, some_context
-from jdistgrad.autograd.tape.contributions import gradient_of
 from jdistgrad.autograd.values.holes import has_gradient, is_array, split
 from jdistgrad.corrections import Elsewhere
 from jdistgrad.errors import ContextError, DifferentiationError, EncodingError

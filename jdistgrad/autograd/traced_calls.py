@@ -46,8 +46,8 @@ class TracedCalls:
         if isinstance(rref._claim, StandIn):
             results.learn((rref._claim.layout, rref._claim.shapes))
         token = as_token(rref.id) if rref.token is None else None
-        operation = Fetch(structure, results, timeout)
-        return results.rebuild(rules.fetch(operation, rref.owner.rank, token)(*operands))
+        operation = Fetch(rref.owner.rank, structure, results, timeout)
+        return results.rebuild(rules.fetch(operation, token)(*operands))
 
     def own(self, value: Any) -> RRef[Any]:
         worker = current_worker()

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.autograd.callee.contributions import value_gradient
 from jdistgrad.autograd.callee.functions import own_parts
 from jdistgrad.autograd.contexts import Context, find_context
-from jdistgrad.autograd.tape.contributions import value_gradient
 from jdistgrad.autograd.tape.ledger import REFERENCE, Target
 from jdistgrad.autograd.values.holes import is_float_array
 from jdistgrad.collectives.base import Collectives, require_collectives

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 
 from jdistgrad._compat import trace_state_clean
+from jdistgrad.autograd.callee.contributions import gradient_of
 from jdistgrad.autograd.gradients import RemoteGradient
-from jdistgrad.autograd.tape.contributions import gradient_of
 from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import current_scope, within

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jdistgrad.autograd.callee.contributions import or_zero
 from jdistgrad.autograd.callee.functions import own_parts
-from jdistgrad.autograd.tape.contributions import or_zero
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, is_float_array, split
 from jdistgrad.errors import DifferentiationError

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import events
-from jdistgrad.autograd.tape.contributions import contribute
+from jdistgrad.autograd.callee.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution
 from jdistgrad.autograd.tape.tape import Place, next_message, serving
 from jdistgrad.autograd.values.holes import has_gradient

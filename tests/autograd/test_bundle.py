@@ -35,7 +35,7 @@ def change(x):
 def run_of(*functions, stop=STOP):
     """Return a run of a bundle of calls, each on the result of the call before."""
     sources = [[0], *([StopOutput(turn, 0)] for turn in range(len(functions) - 1))]
-    bundle = Bundle.of([stop] * len(functions), sources, [StopOutput(len(functions) - 1, 0)])
+    bundle = Bundle([stop] * len(functions), sources, [StopOutput(len(functions) - 1, 0)])
     return BundleRun(Cached(bundle), list(functions), [()] * len(functions), ())
 
 
@@ -71,13 +71,13 @@ RECORDED = CallStop(ONE, ((0,),), (), 1)
 
 
 def pull(call, *, last=True):
-    return LinearStop("something", 0, (0,), (), last, call)
+    return LinearStop("something", 0, (0,), (), last, call=call)
 
 
 def forward_and_back(**settings):
     """Return a bundle of two recorded calls and their pullbacks, from x and a cotangent to a result and a gradient."""
     stops = [RECORDED, RECORDED, pull(1, **settings), pull(0, **settings)]
-    return Bundle.of(stops, [[0], [StopOutput(0, 0)], [1], [StopOutput(2, 0)]], [StopOutput(1, 0), StopOutput(3, 0)])
+    return Bundle(stops, [[0], [StopOutput(0, 0)], [1], [StopOutput(2, 0)]], [StopOutput(1, 0), StopOutput(3, 0)])
 
 
 def test_calls_and_their_pullbacks_are_one_function():
@@ -101,9 +101,9 @@ def test_calls_and_their_pullbacks_are_one_function():
     "bundle",
     [
         forward_and_back(last=False),
-        Bundle.of([RECORDED], [[0]], [StopOutput(0, 0)]),
-        Bundle.of([pull(None)], [[0]], [StopOutput(0, 0)]),
-        Bundle.of([CallStop(ONE, (), (), 1, references=True)], [[0]], [StopOutput(0, 0)]),
+        Bundle([RECORDED], [[0]], [StopOutput(0, 0)]),
+        Bundle([pull(None)], [[0]], [StopOutput(0, 0)]),
+        Bundle([CallStop(ONE, (), (), 1, references=True)], [[0]], [StopOutput(0, 0)]),
     ],
     ids=["pulled again later", "pulled elsewhere", "recorded before", "references"],
 )
@@ -127,26 +127,26 @@ def looks(x):
 @pytest.mark.parametrize("function", [calls_somebody, prints, looks])
 def test_what_does_more_than_compute_goes_stop_by_stop(function):
     with jd.local_workers(1):
-        assert Bundle.of([CALL], [[0]], [StopOutput(0, 0)]).at_once([function], [SPREAD]) is None
+        assert Bundle([CALL], [[0]], [StopOutput(0, 0)]).at_once([function], [SPREAD]) is None
 
 
 def test_outputs_that_are_inputs_are_no_copies():
     x = jnp.asarray(SPREAD)
-    bundle = Bundle.of([CALL, CALL], [[0], [1]], [StopOutput(0, 0), StopOutput(1, 0)])
+    bundle = Bundle([CALL, CALL], [[0], [1]], [StopOutput(0, 0), StopOutput(1, 0)])
     same, other = bundle.at_once([lambda x: x, jnp.sin], [x, x])
     assert same is x
     np.testing.assert_allclose(other, jnp.sin(x))
 
 
 def test_functions_that_are_ever_different_ones_are_not_compiled_for_ever():
-    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
+    bundle = Bundle([CALL], [[0]], [StopOutput(0, 0)])
     functions = [jax.jit(lambda x, k=k: x + k) for k in range(KEPT + 1)]
     found = [bundle.at_once([function], [SPREAD]) for function in functions]
     assert [one is None for one in found] == [False] * KEPT + [True]
 
 
 def test_functions_are_let_go_with_their_bundle():
-    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
+    bundle = Bundle([CALL], [[0]], [StopOutput(0, 0)])
     function = jax.jit(lambda x: x + 1)
     alive = weakref.ref(function)
     bundle.at_once([function], [SPREAD])
@@ -165,6 +165,6 @@ def test_each_shape_is_looked_at():
             jax.debug.print("{}", x)
         return x * 2
 
-    bundle = Bundle.of([CALL], [[0]], [StopOutput(0, 0)])
+    bundle = Bundle([CALL], [[0]], [StopOutput(0, 0)])
     found = [bundle.at_once([picky], [np.ones(size, np.float32)]) for size in (2, 3, 4, 3, 2, 4)]
     assert [one is None for one in found] == [True, True, False, True, True, False]

@@ -12,14 +12,12 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from jdistgrad.autograd.callee.pullbacks import Outputs
-from jdistgrad.autograd.callee.recording import Recording
-from jdistgrad.autograd.callee.stops import CallStop, LinearStop, Stop
+from jdistgrad.autograd.callee.orders import Outputs
 from jdistgrad.autograd.tape.tape import Place, answer, current_tape, next_message, next_place
 from jdistgrad.autograd.values.holes import Uniform, as_jax, strong
 from jdistgrad.autograd.values.primitive import has_wire
@@ -30,6 +28,41 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import ArrayBlock
 
 KEPT = 64  # compiled forms per bundle; compiling does not pay if the functions change every time
+
+
+@dataclasses.dataclass(frozen=True)
+class Stop(ServedFunction):
+    """What a worker does for one operation: a function of items, which are arrays, or other values of an eager call.
+
+    In a bundle, which is the same in every run, a stop has no function, numbers and place yet. ``numbers``: ids, for a
+    call and what follows it that of the message by which the recording is found. ``call``: in a bundle, the turn of the
+    stop that makes the recording that this one uses, if it is there.
+    """
+
+    function: Any = dataclasses.field(default=None, kw_only=True)
+    numbers: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
+    place: Place = dataclasses.field(default=(), kw_only=True)
+    call: int | None = dataclasses.field(default=None, kw_only=True)
+
+    takes_numpy: ClassVar[bool] = False  # whether arrays of JAX need not be made for it
+    follows: ClassVar[bool] = False  # whether it uses a recording
+
+    @property
+    def records(self) -> bool:
+        return False
+
+    @property
+    def is_closed(self) -> bool:
+        """Return whether it only computes, and the recording that it uses is not used again."""
+        return False
+
+    @property
+    def recorded_as(self) -> int | None:
+        return self.numbers[0] if self.numbers else None
+
+    def traced(self, turn: int, items: list[Any], recordings: dict[int | None, Any]) -> list[Any]:
+        """Compute in a compiled bundle, where recordings are kept by the turns of their stops."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,47 +83,35 @@ Compiled = Callable[[list[Any]], list[Any] | None]  # from the items of a bundle
 class Bundle:
     """Stops, the sources of the items of each, and the arrays that go back.
 
-    ``wanted``: None if there is one stop, whose items are all that the message brings: what it returns goes back.
-    ``needed``: arrays for later stops or the caller. ``forgotten``: for each stop, the arrays of which it is the last
-    user.
+    Attributes:
+      wanted: None if there is one stop, whose items are all that the message brings: what it returns goes back.
+      needed: the arrays for later stops or the caller.
+      forgotten: for each stop, the arrays of which it is the last user.
+      is_closed: whether only arrays come and go and no recording is left: the bundle pulls everything it records.
     """
 
     stops: list[Stop]
     sources: list[list[Source]]
     wanted: list[StopOutput] | None
-    needed: frozenset[StopOutput]
-    forgotten: list[list[int | StopOutput]]
 
     def __post_init__(self) -> None:
+        last = {one: turn for turn, used in enumerate(self.sources) for one in used if not isinstance(one, Uniform)}
+        wanted = self.wanted or []
+        self.forgotten: list[list[int | StopOutput]] = [[] for _ in self.stops]
+        for one, turn in last.items():
+            if one not in wanted:
+                self.forgotten[turn].append(one)
+        self.needed = frozenset(one for one in (*last, *wanted) if isinstance(one, StopOutput))
+        recorded = {turn for turn, one in enumerate(self.stops) if one.records}
+        pulled = {one.call for one in self.stops if one.follows}
+        alone = self.wanted is None
+        self.is_closed = not alone and recorded == pulled and all(one.is_closed for one in self.stops)
         self._compiled = collections.OrderedDict[tuple[int, ...], Compiled]()
         self._made = self._used = 0
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:
-        return Bundle.of, (self.stops, self.sources, self.wanted)
-
-    @classmethod
-    def of(cls, stops: list[Stop], sources: list[list[Source]], wanted: list[StopOutput] | None) -> "Bundle":
-        last = {one: turn for turn, used in enumerate(sources) for one in used if not isinstance(one, Uniform)}
-        forgotten: list[list[int | StopOutput]] = [[] for _ in stops]
-        for one, turn in last.items():
-            if one not in (wanted or ()):
-                forgotten[turn].append(one)
-        needed = frozenset(one for one in (*last, *(wanted or ())) if isinstance(one, StopOutput))
-        return cls(stops, sources, wanted, needed, forgotten)
-
-    @functools.cached_property
-    def is_closed(self) -> bool:
-        """Return whether only arrays come and go and no recording is left: the bundle pulls everything it records."""
-        if self.wanted is None:
-            return False
-        recorded = {turn for turn, one in enumerate(self.stops) if isinstance(one, CallStop) and one.orders}
-        pulls = [one for one in self.stops if isinstance(one, LinearStop)]
-        return (
-            {one.call for one in pulls} == recorded
-            and all(one.last for one in pulls)
-            and not any(one.references for one in self.stops if isinstance(one, CallStop))
-        )
+        return Bundle, (self.stops, self.sources, self.wanted)
 
     def at_once(self, functions: Sequence[Any], items: list[Any]) -> list[Any] | None:
         """Run the bundle as one compiled function and return the wanted arrays.
@@ -135,23 +156,18 @@ class Bundle:
 @functools.lru_cache(maxsize=4096)
 def alone(stop: Stop) -> Cached[Bundle]:
     """Return the bundle of a stop that has a message to itself, prepared once for all equal stops."""
-    return from_cache(Cached(Bundle.of([stop], [[]], None)).stream)
+    return from_cache(Cached(Bundle([stop], [[]], None)).stream)
 
 
 def compiled_bundle(bundle: Bundle, functions: tuple[Any, ...]) -> Compiled:
     """Compile a bundle together with its functions, once per shape. Returns None if the stops must run one by one."""
 
     def run(items: list[Any]) -> Outputs:
-        recordings: dict[int | None, Recording] = {}
+        recordings: dict[int | None, Any] = {}
 
         def stop(turn: int, items: list[Any]) -> list[Any]:
             one = dataclasses.replace(bundle.stops[turn], function=functions[turn])
-            if isinstance(one, LinearStop):
-                return recordings.pop(one.call).derived.linear(one.order, one.live, items, one.maps)
-            if isinstance(one, CallStop) and one.orders:
-                recordings[turn] = one.recording(items)
-                return one.arrays(recordings[turn].result)
-            return list(one(items))
+            return one.traced(turn, items, recordings)
 
         return Outputs.of(bundle.walk(list(map(strong, items)), stop), items)
 
@@ -223,15 +239,13 @@ class BundleRun(ServedFunction):
             return self._run(0, items)
         found = self._at_once(items) if bundle.is_closed else None
         if found is None:  # stop by stop
-            items[:] = map(strong, as_jax(items))
-            current_worker().wait_for_arguments(items)
             found = bundle.walk(items, self._run)
             self._running = None
         return ArrayBlock(found)
 
     def _at_once(self, items: list[Any]) -> list[Any] | None:
         try:
-            found = self.bundle.value.at_once(self._functions, items)
+            found = self.bundle.value.at_once(self._functions, list(items))  # in one process the block itself comes
             jax.block_until_ready(found)  # raises here any error from computing them
         except Exception:
             self._looks_for_failure = True
@@ -247,6 +261,9 @@ class BundleRun(ServedFunction):
         self._running = turn
         stop, since, failed = self._stop(turn), time.monotonic(), True
         try:
+            if self.bundle.value.wanted is not None and not stop.takes_numpy:
+                items = list(map(strong, as_jax(items)))
+                current_worker().wait_for_arguments(items)
             found = stop(items)
             if self._looks_for_failure:
                 jax.block_until_ready(found)

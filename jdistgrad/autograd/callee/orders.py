@@ -4,7 +4,7 @@ For a higher derivative, JAX differentiates the forward pass of the lower one, `
 a custom rule, this forward pass is the rule's forward function. Running the function again instead would not be the
 same: JAX would differentiate that run by the custom rule.
 
-Also the errors of functions that JAX cannot trace.
+Also the outputs of compiled code, and the errors of functions that JAX cannot trace.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ import jax
 from jdistgrad.autograd.values.holes import as_jax
 from jdistgrad.errors import DifferentiationError, DistgradError
 from jdistgrad.rpc.functions import describe
+from jdistgrad.wire.arrays import as_jax_array
 
 Orders = tuple[tuple[int, ...], ...]  # the operands of each derivative, the innermost derivative first
 
@@ -72,6 +73,31 @@ def transposed(pullback: Any, tangents: Sequence[Any], shapes: Iterable[Any]) ->
 def named_among(positions: Sequence[int], orders: Orders) -> Orders:
     """Turn orders that name leaves into orders that name operands. ``positions`` gives each operand's leaf."""
     return tuple(tuple(place for place, leaf in enumerate(positions) if leaf in order) for order in orders)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Outputs:
+    """The outputs of compiled code, without inputs among them and without repetitions, which XLA would copy.
+
+    ``sources`` gives the place of each leaf of the tree among the inputs followed by ``made``.
+    """
+
+    made: list[Any]
+    sources: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    tree: Any = dataclasses.field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, outputs: Any, inputs: Sequence[Any]) -> "Outputs":
+        leaves, tree = jax.tree.flatten(outputs)
+        places = {id(one): place for place, one in reversed([*enumerate(inputs)])}
+        made = [one for one in {id(one): one for one in leaves}.values() if id(one) not in places]
+        places |= {id(one): len(inputs) + k for k, one in enumerate(made)}
+        return cls(made, tuple(places[id(one)] for one in leaves), tree)
+
+    def filled(self, inputs: Sequence[Any]) -> Any:
+        found = [*inputs, *self.made]
+        return jax.tree.unflatten(self.tree, [as_jax_array(found[place]) for place in self.sources])
 
 
 WANT_VALUES = (

@@ -18,12 +18,11 @@ from jdistgrad.autograd.callee.functions import (
     made_of,
     nothing_hidden,
 )
-from jdistgrad.autograd.callee.orders import Orders, differentiated, explained, pulled, transposed
+from jdistgrad.autograd.callee.orders import Orders, Outputs, differentiated, explained, pulled, transposed
 from jdistgrad.autograd.callee.state import changing_state, state_among
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, made, split
 from jdistgrad.rpc.functions import JITTED, Args
 from jdistgrad.rpc.futures import answer_of
-from jdistgrad.wire.arrays import as_jax_array
 
 VARIABLE, ARRAY = "variable", "array"
 STATICS_COMPILED = 16  # the most combinations of non-array arguments to compile for
@@ -110,31 +109,6 @@ def _linear(pullback: Any, live: tuple[int, ...] | None, inputs: list[Any], shap
         axes = [one.axis if flag else None for flag in one.flags]
         mapped = jax.vmap(mapped, axes, one.axis, axis_size=one.size)
     return mapped(*made(inputs))
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Outputs:
-    """The outputs of compiled code, without inputs among them and without repetitions, which XLA would copy.
-
-    ``sources`` gives the place of each leaf of the tree among the inputs followed by ``made``.
-    """
-
-    made: list[Any]
-    sources: tuple[int, ...] = dataclasses.field(metadata={"static": True})
-    tree: Any = dataclasses.field(metadata={"static": True})
-
-    @classmethod
-    def of(cls, outputs: Any, inputs: Sequence[Any]) -> "Outputs":
-        leaves, tree = jax.tree.flatten(outputs)
-        places = {id(one): place for place, one in reversed([*enumerate(inputs)])}
-        made = [one for one in {id(one): one for one in leaves}.values() if id(one) not in places]
-        places |= {id(one): len(inputs) + k for k, one in enumerate(made)}
-        return cls(made, tuple(places[id(one)] for one in leaves), tree)
-
-    def filled(self, inputs: Sequence[Any]) -> Any:
-        found = [*inputs, *self.made]
-        return jax.tree.unflatten(self.tree, [as_jax_array(found[place]) for place in self.sources])
 
 
 class Compiled:

@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jdistgrad.autograd.callee.contributions import contribute
 from jdistgrad.autograd.callee.functions import Publishing
 from jdistgrad.autograd.callee.orders import Orders, named_among
 from jdistgrad.autograd.callee.pullbacks import Map, differentiate
 from jdistgrad.autograd.callee.state import state_argument
-from jdistgrad.autograd.tape.contributions import contribute
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Target, mark, total
 from jdistgrad.autograd.tape.tape import current_tape, next_place, note_fetched
 from jdistgrad.autograd.values.holes import Layout, as_jax, has_gradient, split

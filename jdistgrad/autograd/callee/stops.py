@@ -1,35 +1,19 @@
-"""Stops: what a worker does for one operation of a message. A message is a bundle of stops (``callee/bundle``)."""
+"""The stops of calls: a function is called, recorded or not, and its recording is pulled or pushed through."""
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 from jdistgrad import events
+from jdistgrad.autograd.callee.bundle import Stop
 from jdistgrad.autograd.callee.functions import Publishing
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import Lane, Recording
-from jdistgrad.autograd.tape.tape import Place, answer, current_tape, next_message, serving
+from jdistgrad.autograd.tape.tape import answer, current_tape, next_message, serving
 from jdistgrad.autograd.values.holes import Layout, as_jax, changed_structure, is_array, made, split
-from jdistgrad.rpc.functions import ServedFunction, describe
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.futures import answer_of
 from jdistgrad.rpc.server import delivered
-
-
-@dataclasses.dataclass(frozen=True)
-class Stop(ServedFunction):
-    """A function of the items that an operation needs: arrays, references and other values that a message brings.
-
-    In a bundle, which is the same in every run, a stop has no function, numbers and place yet. ``numbers``: the id of
-    the message that makes the recording, and for a pull, of the contributions that it makes.
-    """
-
-    function: Any = dataclasses.field(default=None, kw_only=True)
-    numbers: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
-    place: Place = dataclasses.field(default=(), kw_only=True)
-
-    @property
-    def recorded_as(self) -> int | None:
-        return self.numbers[0] if self.numbers else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +33,14 @@ class CallStop(Stop):
     @property
     def label(self) -> str:
         return describe(self.function)
+
+    @property
+    def records(self) -> bool:
+        return bool(self.orders)
+
+    @property
+    def is_closed(self) -> bool:
+        return not self.references
 
     def __call__(self, items: list[Any]) -> Any:
         if self.orders:
@@ -77,6 +69,13 @@ class CallStop(Stop):
         args, kwargs = (*items, {})[:2]
         return args, kwargs
 
+    def traced(self, turn: int, items: list[Any], recordings: dict[int | None, Any]) -> list[Any]:
+        if not self.orders:
+            found: list[Any] = self(items)
+            return found
+        recordings[turn] = self.recording(items)
+        return self.arrays(recordings[turn].result)
+
     def arrays(self, result: Any) -> list[Any]:
         _, arrays = split(result, is_array)
         if self.count is not None and len(arrays) != self.count:
@@ -93,15 +92,24 @@ class LinearStop(Stop):
     live: tuple[int, ...] | None  # the results whose cotangents are pulled; None: it pushes tangents
     maps: tuple[Map, ...]
     last: bool = False
-    call: int | None = None  # in a bundle, the turn of the stop that records the call, if it is there
 
     @property
     def label(self) -> str:
         return f"the {'tangents' if self.live is None else 'pullback'} of {self.what}"
 
+    follows: ClassVar[bool] = True
+
     @property
     def served_as(self) -> str:
         return events.SERVE if self.live is None else events.PULLBACK
+
+    @property
+    def is_closed(self) -> bool:
+        return self.last
+
+    def traced(self, turn: int, items: list[Any], recordings: dict[int | None, Any]) -> list[Any]:
+        found: list[Any] = recordings.pop(self.call).derived.linear(self.order, self.live, items, self.maps)
+        return found
 
     def __call__(self, items: list[Any]) -> list[Any]:
         message, *rest = self.numbers

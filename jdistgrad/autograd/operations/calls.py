@@ -14,9 +14,10 @@ from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.recording import Lane
 from jdistgrad.autograd.callee.state import state_argument
 from jdistgrad.autograd.callee.stops import CallStop
-from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message
+from jdistgrad.autograd.operations.messages import Crossing
+from jdistgrad.autograd.tape.tape import Link, current_tape, next_message
 from jdistgrad.autograd.values.holes import Layout, ReferenceHole, Results, is_differentiable
-from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Operation, Shapes, Started
+from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Shapes, Started
 from jdistgrad.autograd.values.typed import ArraysOf
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope
@@ -28,7 +29,7 @@ from jdistgrad.wire.message import as_token
 
 
 @dataclasses.dataclass(eq=False)
-class Call(Operation):
+class Call(Crossing):
     """A function called on a worker. ``orders``: for each derivative that is recorded, the operands it is taken of.
 
     Without orders, the call is not recorded. Outputs: the arrays among the function's results, and before them, if
@@ -65,19 +66,22 @@ class Call(Operation):
         plain = self.results.have_keys
         function = ArraysOf(self.function) if plain else self.function
         finish = self.results.arrived if plain else self.results.flatten
-        numbers, tag = self.drawn()
-        return Started(self.send(function, numbers, operands), finish, [as_token(*tag)] if tag else [])
+        numbers = self.noted(operands, lambda: f"{describe(self.function)} on worker {self.to}")
+        return Started(self.send(function, numbers, operands), finish, self.known(numbers))
 
-    def drawn(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the message id of a recorded call, and with it the context's, by which its pullback is found."""
-        if not self.orders:
-            return (), ()
-        what = describe(self.function)
-        message, tape = next_message(), current_tape(lambda: f"{what} on worker {self.to}")
-        tape.links.append(Link(message, current_worker().rank, self.to, what, caused_by=cause()))
-        scope = current_scope()
-        assert scope is not None
-        return (message,), (scope.id, message)
+    def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
+        return (next_message(),) if self.orders else ()
+
+    def known(self, numbers: tuple[int, ...]) -> list[Any]:
+        scope = current_scope() if numbers else None
+        return [] if scope is None else [as_token(scope.id, *numbers)]
+
+    @property
+    def first(self) -> int:
+        return int(bool(self.orders))
+
+    def link(self, numbers: tuple[int, ...], by: int | None) -> Link:
+        return Link(numbers[0], current_worker().rank, self.to, describe(self.function), caused_by=by)
 
     def send(self, function: Any, numbers: tuple[int, ...], operands: Sequence[Any]) -> concurrent.futures.Future[Any]:
         """Send the call as it is made: the structure of its result is known from the answer only."""
@@ -93,6 +97,9 @@ class Call(Operation):
     def stop(self) -> CallStop:
         count, references = len(self.results.shapes), self.arguments.has_references
         return CallStop(self.arguments.emptied(), self.leaves(), self.lanes, count, references)
+
+    def items(self) -> list[Any]:
+        return self.arguments.items()
 
     def patience(self, default: float) -> float:
         return default if self.timeout is None else self.timeout

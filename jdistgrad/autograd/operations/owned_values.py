@@ -6,103 +6,46 @@ contributions. JAX adds them up: the sum tells the owner how many contributions 
 """
 
 import dataclasses
-import functools
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdistgrad.autograd.tape.contributions import accept, arrays_of_value, take, value_layout
+from jdistgrad.autograd.callee.contributions import (
+    AddStop,
+    ReadStop,
+    accept,
+    arrays_of_value,
+    noted_contribution,
+    send_contribution,
+    take,
+    value_layout,
+)
+from jdistgrad.autograd.operations.messages import Crossing
 from jdistgrad.autograd.tape.ledger import Contribution, mark
-from jdistgrad.autograd.tape.tape import current_tape, gradient_link, next_number, next_place, note_fetched
-from jdistgrad.autograd.values.holes import Layout, Results, arrays_of, as_jax, reference_of
+from jdistgrad.autograd.tape.tape import next_number, next_place, note_fetched
+from jdistgrad.autograd.values.holes import Hole, Layout, Operand, Results, as_jax, reference_of
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.claims import Claim
-from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.handles import NO_MARKS
 from jdistgrad.rpc.rref import by_reference
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.arrays import ArrayBlock
 from jdistgrad.wire.message import as_token, from_token
-
-Task = tuple[Any, tuple[Any, ...]]  # a function and its arguments
-Addition = tuple[str, int, Contribution]  # the kind and the id of a target, and what is added to its gradient
-
-
-@dataclasses.dataclass
-class Request:
-    """A request to a worker: for the arrays of a value it owns, to accept a contribution, or to run a task.
-
-    ``known``: outputs that need no answer. ``finish`` turns the arrays into the other outputs. ``kept``: an object kept
-    alive until then.
-    """
-
-    to: int
-    value: int | None
-    addition: Addition | None
-    finish: Callable[[list[Any]], list[Any]]
-    known: Sequence[Any] = ()
-    kept: Any = None
-    task: Task | None = None  # returns an array
-
-
-def send(requests: Sequence[Request]) -> list[Started]:
-    """Send requests to one worker, in one message. The one answer comes when all their tasks are done."""
-    values = list(dict.fromkeys(one.value for one in requests if one.value is not None))
-    additions = [one.addition for one in requests if one.addition is not None]
-    tasks = [one.task for one in requests if one.task is not None]
-    parts = ArrayBlock([leaf for _, _, part in additions for leaf in part.leaves if leaf is not None])
-    # A fetch must not make the owner take part in the context.
-    with within(current_scope() if additions or tasks else None):
-        bare = [  # in place of each leaf, whether it is present
-            (kind, identifier, part.number, part.lanes, [leaf is not None for leaf in part.leaves], part.place)
-            for kind, identifier, part in additions
-        ]
-        args = (values, bare, parts, tasks)
-        future = current_worker().rpc_async(requests[0].to, serve_requests, args, {}, None)
-    task_places = itertools.count(len(values))
-    started = []
-    for one in requests:
-        place = next(task_places) if one.task is not None else None if one.value is None else values.index(one.value)
-        started.append(Started(future, functools.partial(_finished, one, place), one.known))
-    return started
-
-
-def _finished(request: Request, place: int | None, answer: tuple[list[int], list[Any]]) -> list[Any]:
-    """Finish a request with its part of the answer, by its place among what was asked for; None: no arrays."""
-    if place is None:
-        return request.finish([])
-    counts, arrays = answer
-    start = sum(counts[:place])
-    return request.finish(list(arrays[start : start + counts[place]]))
-
-
-def serve_requests(
-    values: list[int], additions: list[tuple[Any, ...]], parts: list[Any], tasks: list[Task]
-) -> tuple[list[int], ArrayBlock]:
-    """Read the values, accept the additions, run the tasks; return the numbers of arrays, and all arrays."""
-    owned = current_worker().references.owned
-    found = [arrays_of(owned.value(one).result()) for one in values]
-    rest = iter(parts)
-    for kind, identifier, number, lanes, there, place in additions:
-        leaves = [next(rest) if one else None for one in there]
-        accept(kind, identifier, Contribution(number, lanes, leaves, place))
-    found += [[function(*args)] for function, args in tasks]
-    return [len(arrays) for arrays in found], ArrayBlock([array for arrays in found for array in arrays])
 
 
 @dataclasses.dataclass(eq=False)
-class Fetch(Operation):
+class Fetch(Crossing):
     """A fetch of a reference's value. Operands: what stands for the reference. Outputs: the arrays of the value."""
 
+    to: int
     reference: Any  # the reference's tree structure
     results: Results
     timeout: float | None
     recorded: bool = False
     title = "a fetch of a reference's value"
+    function, where = None, ""
 
     def start(self, operands: Sequence[Any]) -> Started:
         rref = reference_of(self.reference, operands)
@@ -120,15 +63,26 @@ class Fetch(Operation):
             return Started(arrays, self.results.arrived)
         return Started(rref.value_future(self.timeout), finish)
 
-    def request(self, operands: Sequence[Any]) -> Request | None:
-        """Return the fetch as a Request, if the value is known to exist and to hold nothing but arrays; else None."""
+    def at_once(self, operands: Sequence[Any]) -> Any:
+        """Return the claim, if the value is known to exist elsewhere and to hold nothing but arrays; else None."""
         claim = reference_of(self.reference, operands)._claim
         at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
-        if not at_hand or self.timeout is not None or not self.results.are_arrays:
-            return None
+        return claim if at_hand and self.timeout is None and self.results.are_arrays else None
+
+    def stop(self) -> ReadStop:
+        return ReadStop(len(self.results.shapes))
+
+    def items(self) -> list[Any]:
+        return []
+
+    def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
+        claim = reference_of(self.reference, operands)._claim
         if self.recorded:
             note_fetched(claim.id, claim.owner)
-        return Request(claim.owner, claim.id, None, self.results.counted, kept=claim)
+        return (claim.id,)
+
+    def finish(self, arrays: list[Any]) -> list[Any]:
+        return self.results.counted(arrays)
 
     def shapes(self, operands: Shapes) -> Shapes:
         if self.results.known is None:
@@ -159,43 +113,48 @@ class Publish(Operation):
 
 
 @dataclasses.dataclass(eq=False)
-class Put(Operation):
+class Put(Crossing):
     """A contribution to the gradient of a target: a reference, a contribution, or a sum that was taken.
 
     Operands: the target's token, and the leaves that are not zero (``live`` of ``count``). Outputs: the handle, and the
     token of this contribution.
     """
 
-    owner: int
+    to: int
     kind: str
     live: tuple[int, ...]
     count: int
     lanes: tuple[int, ...] = ()
-    title = "a contribution to the gradient of a {0.kind} on rank {0.owner}"
+    title = "a contribution to the gradient of a {0.kind} on rank {0.to}"
+    function, where, first = None, "", 2
 
     def start(self, operands: Sequence[Any]) -> Started:
-        request = self.request(operands)
-        if request is not None:
-            return send([request])[0]
-        identifier, contribution, outputs = self._made(operands)
-        accept(self.kind, identifier, contribution)
-        return done(outputs)
-
-    def request(self, operands: Sequence[Any]) -> Request | None:
-        """Return the contribution as a Request, if the gradient is another worker's; else None."""
-        if self.owner == current_worker().rank:
-            return None
-        identifier, contribution, outputs = self._made(operands)
-        current_tape(lambda: "a gradient").links.append(gradient_link(contribution.number, self.owner, identifier))
-        return Request(self.owner, None, (self.kind, identifier, contribution), lambda _: [], outputs)
-
-    def _made(self, operands: Sequence[Any]) -> tuple[int, Contribution, list[Any]]:
         (identifier,), number = from_token(operands[0]), next_number()
         leaves: list[Any] = [None] * self.count
         for k, leaf in zip(self.live, operands[1:], strict=True):
             leaves[k] = leaf
-        marks = np.full((*self.lanes, *NO_MARKS.shape), mark(number), NO_MARKS.dtype)
-        return identifier, Contribution(number, self.lanes, leaves, next_place()), [marks, as_token(number)]
+        contribution, known = Contribution(number, self.lanes, leaves, next_place()), self.known((identifier, number))
+        if self.to == current_worker().rank:
+            accept(self.kind, identifier, contribution)
+            return done(known)
+        return Started(send_contribution(self.to, self.kind, identifier, contribution), list, known)
+
+    def at_once(self, operands: Sequence[Any]) -> Any:
+        return None if self.to == current_worker().rank else operands
+
+    def stop(self) -> AddStop:
+        return AddStop(self.kind, self.lanes, tuple(k in self.live for k in range(self.count)))
+
+    def items(self) -> list[Any]:
+        return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
+
+    def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
+        (identifier,) = from_token(operands[0])
+        return noted_contribution(self.to, identifier, next_number(), next_place())
+
+    def known(self, numbers: tuple[int, ...]) -> list[Any]:
+        number = numbers[1]
+        return [np.full((*self.lanes, *NO_MARKS.shape), mark(number), NO_MARKS.dtype), as_token(number)]
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [jax.ShapeDtypeStruct((*self.lanes, *NO_MARKS.shape), NO_MARKS.dtype), TOKEN_SHAPE]

@@ -11,8 +11,9 @@ from jdistgrad.autograd.callee.functions import PushforwardOf
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.stops import LinearStop
 from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_number
-from jdistgrad.autograd.values.holes import Hole, Layout, Results
+from jdistgrad.autograd.operations.messages import Crossing
+from jdistgrad.autograd.tape.tape import Link, next_number
+from jdistgrad.autograd.values.holes import Hole, Layout, Operand, Results
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
@@ -23,7 +24,7 @@ from jdistgrad.wire.message import as_token, from_token
 
 
 @dataclasses.dataclass(eq=False)
-class Linear(Operation):
+class Linear(Crossing):
     """A linear function that a recorded call holds: the pullback of its outermost derivative, or its transpose.
 
     Operands: the call's tag, the call's operands, and the inputs of the linear function.
@@ -35,6 +36,7 @@ class Linear(Operation):
     batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped over)
     follows_tag: ClassVar[bool] = True
     moves: ClassVar[str]
+    function = None
 
     def __post_init__(self) -> None:
         self.inputs, self.to, self.where = len(self.numbers), self.call.to, self.call.where
@@ -52,19 +54,30 @@ class Linear(Operation):
             return LinearStop(what, order, self.numbers, self.maps, self.last)
         return LinearStop(what, order, None, self.maps)
 
+    def items(self) -> list[Any]:
+        return [Operand(Hole(), (1 + k,)) for k in range(self.inputs)]  # a bundle's operation has no others: ``needed``
+
     def start(self, operands: Sequence[Any]) -> Started:
-        worker, (context, message, *_) = current_worker(), from_token(operands[0])
-        inputs, stop = list(operands[len(operands) - self.inputs :]), self.stop()
-        numbers: tuple[int, ...] = (message,)
+        worker, (context, *_) = current_worker(), from_token(operands[0])
+        inputs = list(operands[len(operands) - self.inputs :])
         with within(worker.scopes.find(context)):
-            if isinstance(self, Pull):
-                links = current_tape(lambda: str(self)).links
-                links.append(Link(message, worker.rank, self.to, stop.what, backward=True, caused_by=cause()))
-                numbers = message, next_number()
-            else:
-                self.refuse_references()
-            future = send_alone(self.to, stop, inputs, self.patience(worker.timeout), numbers=numbers)
-            return Started(future, list)
+            numbers = self.noted(operands, lambda: str(self))
+            patience = self.patience(worker.timeout)
+            return Started(send_alone(self.to, self.stop(), inputs, patience, numbers=numbers), list)
+
+    def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
+        if message is None:
+            _, message, *_ = from_token(operands[0])
+        if isinstance(self, Pull):
+            return message, next_number()
+        self.refuse_references()
+        return (message,)
+
+    def link(self, numbers: tuple[int, ...], by: int | None) -> Link | None:
+        if not isinstance(self, Pull):
+            return None
+        what = describe(self.call.function)
+        return Link(numbers[0], current_worker().rank, self.to, what, backward=True, caused_by=by)
 
     def patience(self, default: float) -> float:
         """Return twice the call's patience: the answer may first have to wait for the call itself."""

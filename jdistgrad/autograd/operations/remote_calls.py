@@ -20,7 +20,7 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.handles import NO_MARKS
 from jdistgrad.rpc.owned import WHOLE
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.message import as_token
+from jdistgrad.wire.message import as_token, from_token
 
 REMOTE_TAG = jax.ShapeDtypeStruct((6,), np.uint32)
 MARKS_SHAPE = jax.ShapeDtypeStruct(NO_MARKS.shape, NO_MARKS.dtype)
@@ -49,12 +49,11 @@ class CallRemote(Call):
             tape.kept.append(claim)
         else:
             self.made.append(claim)
-        function = Publishing(self.function, claim.id)
+        numbers = self.noted(operands, lambda: f"{describe(self.function)} on worker {self.to}")
         known = [NO_MARKS, as_token(claim.id)]
-        numbers, tag = self.drawn()
-        if tag:
-            known = [as_token(*tag, claim.id), *known]
-        future = self.send(function, numbers, operands)
+        if numbers:
+            known = [as_token(*from_token(*self.known(numbers)), claim.id), *known]
+        future = self.send(Publishing(self.function, claim.id), numbers, operands)
         claim.add(WHOLE)
         return Started(future, lambda _: [], known)
 

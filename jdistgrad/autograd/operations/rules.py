@@ -190,17 +190,17 @@ ad.primitive_jvps[wire_p] = _derivative
 ad.primitive_transposes[wire_p] = _transposed
 
 
-def fetch(operation: Fetch, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
+def fetch(operation: Fetch, token: Any) -> Callable[..., tuple[Any, ...]]:
     """Return the fetch of a reference's value as a function of its handle, and of its token if it has one."""
 
     def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
         residuals = operands[1] if len(operands) > 1 else token, Fixed(len(operands))
         recorded = dataclasses.replace(operation, recorded=True)
-        return fetch(recorded, owner, token)(*operands), residuals
+        return fetch(recorded, token)(*operands), residuals
 
     def backward(residuals: Any, cotangents: Any) -> Any:
         token, count = residuals
-        return (_put_back(owner, REFERENCE, token, cotangents), None)[: count.value]
+        return (_put_back(operation.to, REFERENCE, token, cotangents), None)[: count.value]
 
     return with_pullback(operation, forward, backward)
 
@@ -252,7 +252,7 @@ def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
         return outputs, (_to_take(perturbed, numbers, operation.count, operands), outputs[1])
 
     def backward(residuals: Any, cotangents: Any) -> Any:
-        return _taken(operation.owner, CONTRIBUTION, residuals[0], cotangents[0], residuals[1])
+        return _taken(operation.to, CONTRIBUTION, residuals[0], cotangents[0], residuals[1])
 
     return with_pullback(operation, forward, backward)
 

@@ -12,7 +12,6 @@ import numpy as np
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.callee.stops import CallStop
 from jdistgrad.autograd.operations.calls import Call, where
-from jdistgrad.autograd.operations.owned_values import Request
 from jdistgrad.autograd.tape.ledger import AS_MADE, REFERENCE, Marks, Target, total
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout, Results
@@ -115,13 +114,12 @@ class Use(Call):
         self.marks(operands)
         return super().start(operands)
 
-    def request(self, operands: Sequence[Any]) -> Request | None:
-        """Return the use as a Request, if the owner is another worker; else None."""
-        if self.to == current_worker().rank:
-            return None
-        marks = self.marks(operands)
-        task = self.function, ([[one] for one in marks], *operands[sum(self.parts) :])
-        return Request(self.to, None, None, self.results.counted, task=task)
+    def at_once(self, operands: Sequence[Any]) -> Any:
+        self.marks(operands)
+        return None if self.to == current_worker().rank else operands
+
+    def finish(self, arrays: list[Any]) -> list[Any]:
+        return self.results.counted(arrays)
 
     def marks(self, operands: Sequence[Any]) -> list[Marks]:
         """Return the sum of the marks of each value. Raises DifferentiationError for a value without contributions."""

@@ -7,139 +7,18 @@ together, and arrays that pass from one to the next never travel. A use of gradi
 with the last pullback that contributes to them. Pure functions from equations to equations.
 """
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import jaxprs_in_params
 
-from jdistgrad.autograd.callee.bundle import Bundle, BundleRun, Source, StopOutput
+from jdistgrad.autograd.callee.bundle import Source, StopOutput
 from jdistgrad.autograd.callee.functions import is_pure
-from jdistgrad.autograd.callee.stops import LinearStop, Stop
 from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.messages import BundleCall, Member
 from jdistgrad.autograd.operations.pulls import Pull
 from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_order
-from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_message, next_number, next_place
-from jdistgrad.autograd.values.holes import Hole, Operand, Uniform
-from jdistgrad.autograd.values.primitive import Started
-from jdistgrad.rpc.by_value import Cached, from_cache
-from jdistgrad.rpc.current import current_scope
-from jdistgrad.rpc.functions import describe
-from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.arrays import ArrayBlock
-from jdistgrad.wire.message import as_token, from_token
-
-Member = tuple[Call | Pull, tuple[Source, ...]]  # with the sources of its operands; an int: an operand of the bundle
-
-
-def records(operation: Call | Pull) -> bool:
-    """Return whether an operation is a recorded call: its first output is then a tag, known before it is sent."""
-    return isinstance(operation, Call) and bool(operation.orders)
-
-
-@dataclasses.dataclass(eq=False)
-class BundleCall:
-    """A row of operations on one worker as one operation. Each member needs the member before.
-
-    Its outputs are the members' outputs that are wanted outside the bundle, those known before the answer first.
-    ``where``: the places of the operations in the user's program. ``states``: what identifies the states they change.
-    """
-
-    to: int
-    members: list[Member]
-    wanted: tuple[StopOutput, ...]
-
-    def __post_init__(self) -> None:
-        self.operations = [operation for operation, _ in self.members]
-        self.where = "; ".join(dict.fromkeys(one.where for one in self.operations))
-        calls = [one for one in self.operations if isinstance(one, Call)]
-        self.states = [one.state for one in calls if one.state is not None]
-        self._functions = [getattr(one, "function", None) for one in self.operations]
-
-    def __str__(self) -> str:
-        return "\n     then    ".join(map(str, self.operations))
-
-    @functools.cached_property
-    def outline(self) -> tuple[Cached[Bundle], list[Any], list[int]]:
-        """Return what is the same in every run: the bundle, the items to bring, and the turns of the wanted tags."""
-        brought, sources, stops = list[Any](), list[list[Source]](), list[Stop]()
-
-        def answered(one: StopOutput) -> StopOutput:
-            """Renumber an output as the callee counts them: without the tag of a recorded call."""
-            return StopOutput(one.turn, one.number - records(self.operations[one.turn]))
-
-        for operation, mine in self.members:
-            stop: Stop = operation.stop()
-            if isinstance(stop, LinearStop) and isinstance(tag := mine[0], StopOutput):
-                stop = dataclasses.replace(stop, call=tag.turn)
-            stops.append(stop)
-            sources.append([])
-            if isinstance(operation, Call):
-                items = operation.arguments.items()
-            else:  # the cotangents, which follow the tag
-                items = [Operand(Hole(), (1 + k,)) for k in range(operation.inputs)]
-            for item in items:
-                source = _source(item, mine)
-                if isinstance(source, StopOutput):
-                    source = answered(source)
-                elif not isinstance(source, Uniform):
-                    source = _place_among(brought, source)
-                sources[-1].append(source)
-        tags = [one for one in self.wanted if one.number == 0 and records(self.operations[one.turn])]
-        bundle = Bundle.of(stops, sources, [answered(one) for one in self.wanted if one not in tags])
-        return from_cache(Cached(bundle).stream), brought, [one.turn for one in tags]  # one for all equal bundles
-
-    def start(self, operands: Sequence[Any]) -> Started:
-        worker, scope, (bundle, to_bring, tags) = current_worker(), current_scope(), self.outline
-        numbers = list[tuple[int, ...]]()  # of each member's message, and of the contributions of a pull
-        for operation, sources in self.members:
-            if isinstance(operation, Call):
-                numbers.append((next_message(),) if operation.orders else ())
-            else:
-                tag = sources[0]
-                assert not isinstance(tag, Uniform)
-                message = numbers[tag.turn][0] if isinstance(tag, StopOutput) else from_token(operands[tag])[1]
-                numbers.append((message, next_number()))
-        if any(numbers):
-            links = functools.partial(self._links, numbers, worker.rank, cause())
-            current_tape(lambda: str(self.operations[0])).links.append(links)
-        items = [one.of(operands) if isinstance(one, Operand) else one for one in to_bring]
-        run = BundleRun(bundle, self._functions, numbers, next_place())
-        patience = sum(one.patience(worker.timeout) for one in self.operations)
-        brought = ArrayBlock(items) if bundle.value.is_closed else items
-        future = worker.rpc_async(self.to, run, (brought,), {}, patience)
-        return Started(future, list, [as_token(scope.id, numbers[turn][0]) for turn in tags] if scope else [])
-
-    def _links(self, numbers: Sequence[tuple[int, ...]], here: int, by: int | None) -> list[Link]:
-        found = []
-        for one, mine in zip(self.operations, numbers, strict=True):
-            call = one if isinstance(one, Call) else one.call
-            if mine:
-                found.append(Link(mine[0], here, self.to, describe(call.function), one is not call, by))
-        return found
-
-
-def _place_among(brought: list[Any], item: Any) -> int:
-    """Return an item's place among those the message brings; an array that is used twice is brought once."""
-    if isinstance(item, Operand) and isinstance(item.hole, Hole):
-        for place, one in enumerate(brought):
-            if isinstance(one, Operand) and isinstance(one.hole, Hole) and one.numbers == item.numbers:
-                return place
-    brought.append(item)
-    return len(brought) - 1
-
-
-def _source(item: Any, sources: Sequence[Source]) -> Any:
-    """Express an item of an operation in terms of the operands of the whole bundle."""
-    if not isinstance(item, Operand):
-        return item
-    found = [sources[k] for k in item.numbers]
-    if isinstance(item.hole, Hole) and not isinstance(found[0], int):
-        return found[0]
-    return Operand(item.hole, tuple(one for one in found if isinstance(one, int)))
-
 
 LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
 
@@ -247,8 +126,7 @@ def _bundle(members: list[Equation], equations: Sequence[Equation], outputs: Seq
     used = {variable for one in equations if one not in members for variable in one.variables()}
     used.update(atom for atom in outputs if isinstance(atom, int))
     given = [output for equation in members for output in equation.outputs if output in used]
-    known = {output for output in given if made[output].number == 0 and records(members[made[output].turn].operation)}
-    given.sort(key=lambda output: output not in known)  # tags first
+    given.sort(key=lambda one: made[one].number >= members[made[one].turn].operation.first)  # those known before first
     wanted = tuple(made[output] for output in given)
     after = tuple(variable for equation in members for variable in equation.after if variable not in made)
     return Equation(inputs, given, None, BundleCall(members[0].operation.to, parts, wanted), after=after)

@@ -13,9 +13,9 @@ from jdistgrad._compat import lowered, trace_context, trace_state_clean
 from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.gradients import RemoteGradient, hold
 from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.messages import BundleCall
 from jdistgrad.autograd.operations.remote_calls import CallRemote
 from jdistgrad.autograd.operations.uses import Use, kept
-from jdistgrad.autograd.staged.bundling import BundleCall
 from jdistgrad.autograd.staged.equations import flatten
 from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.rewriting import refuse_inner_uses

@@ -2,25 +2,28 @@
 
 import collections
 import concurrent.futures
+import functools
 import heapq
+import itertools
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import events, jaxprs
-from jdistgrad.autograd.operations.owned_values import Fetch, Put, Request, send
+from jdistgrad.autograd.callee.bundle import StopOutput
+from jdistgrad.autograd.operations.messages import BundleCall
+from jdistgrad.autograd.operations.owned_values import Fetch, Put
 from jdistgrad.autograd.operations.uses import Use
-from jdistgrad.autograd.staged.bundling import BundleCall
 from jdistgrad.autograd.staged.equations import Constant
 from jdistgrad.autograd.staged.plan import Plan, Unit
 from jdistgrad.autograd.staged.rewriting import SMALL
 from jdistgrad.autograd.tape.tape import at_place, next_place
 from jdistgrad.autograd.values.primitive import Started, as_array
-from jdistgrad.rpc.current import once_for_all
+from jdistgrad.rpc.current import current_scope, once_for_all, within
 from jdistgrad.rpc.worker import current_worker, find_worker
 from jdistgrad.wire.arrays import as_jax_array
 
@@ -39,6 +42,7 @@ class Prepared:
 
     def __init__(self, plan: Plan):
         self.plan = plan
+        self._together: dict[tuple[int, ...], BundleCall] = {}
         self.functions = [None if unit.operation else compiled(unit) for unit in plan.units]
         self.variables = [list(dict.fromkeys(unit.variables())) for unit in plan.units]
         self.users: dict[int, list[int]] = {}
@@ -54,6 +58,31 @@ class Prepared:
             for number, unit in enumerate(plan.units)
             if isinstance(unit.operation, Use | BundleCall) and unit.after
         }
+
+    def together(self, numbers: Iterable[int]) -> tuple[BundleCall, list[int]]:
+        """Return one operation for units that go in one message, and the order of the units in it."""
+        kinds = Fetch, Put, Use
+        units = sorted(numbers, key=lambda number: (kinds.index(type(self.plan.units[number].operation)), number))
+        found = self._together.get(tuple(units))
+        if found is None:
+            places = itertools.count()
+            each = [self.plan.units[number] for number in units]
+            members = [(one.operation, tuple(next(places) for _ in one.inputs)) for one in each]
+            wanted = [
+                StopOutput(turn, k)
+                for turn, one in enumerate(each)
+                for k in range(one.operation.first, len(one.outputs))
+            ]
+            found = self._together[tuple(units)] = BundleCall(each[0].operation.to, members, tuple(wanted))
+        return found, units
+
+
+class Asked(NamedTuple):
+    """An operation that waits for its message: its operands, its numbers, and what is kept until the answer."""
+
+    operands: list[Any]
+    numbers: tuple[int, ...]
+    kept: Any
 
 
 class Run:
@@ -122,9 +151,9 @@ class Run:
         return taken
 
     def _send(self) -> None:
-        """Start the operations that are ready. Requests to one worker share a message."""
-        requests: dict[int, list[tuple[int, Request]]] = {}
-        while self._sends or self._join(requests):
+        """Start the operations that are ready. Those that a worker can serve at once share a message."""
+        groups: dict[int, dict[int, Asked]] = {}
+        while self._sends or self._join(groups):
             number, self._current = self._sends.popleft(), None
             for variable in self._prepared.follows.get(number, ()):  # a use of gradients only follows these
                 if isinstance(array := self._values.get(variable), jax.Array):
@@ -132,26 +161,38 @@ class Run:
             operation, operands = self._plan.units[number].operation, [as_array(one) for one in self._take(number)]
             self._current = operation
             with at_place((*self._place, number)):
-                request = operation.request(operands) if isinstance(operation, Fetch | Put | Use) else None
-                if request is None:
+                kept = operation.at_once(operands)
+                if kept is None:
                     started = operation.start(operands)
                     self._done(number, started.known)
                     self._await(number, started)
                 else:
-                    requests.setdefault(request.to, []).append((number, request))
-                    self._done(number, request.known)
-        for group in requests.values():
-            self._current = self._plan.units[group[0][0]].operation
-            sent = send([request for _, request in group])
-            for (number, _), started in zip(group, sent, strict=True):
-                self._await(number, started)
+                    numbers = operation.drawn(operands)
+                    groups.setdefault(operation.to, {})[number] = Asked(operands, numbers, kept)
+                    self._done(number, operation.known(numbers))
+        for group in groups.values():
+            self._send_together(group)
 
-    def _join(self, requests: Mapping[int, Sequence[tuple[int, Request]]]) -> bool:
-        """Queue uses of gradients that only follow fetches in these requests: owners serve fetches first."""
+    def _send_together(self, group: Mapping[int, "Asked"]) -> None:
+        bundle, units = self._prepared.together(group)
+        self._current = bundle.operations[0]
+        asked = [group[number] for number in units]
+        only_fetches = all(isinstance(one, Fetch) for one in bundle.operations)
+        with within(None if only_fetches else current_scope()):  # no owner must take part in a context by a fetch
+            future = bundle.send([one for each in asked for one in each.operands], [one.numbers for one in asked], None)
+        start = 0
+        for turn, number in enumerate(units):
+            count = sum(one.turn == turn for one in bundle.wanted)
+            part = functools.partial(_part_of, bundle.operations[turn], slice(start, start + count), asked[turn].kept)
+            self._await(number, Started(future, part, bundle.operations[turn].known(asked[turn].numbers)))
+            start += count
+
+    def _join(self, groups: Mapping[int, Mapping[int, "Asked"]]) -> bool:
+        """Queue uses of gradients that only follow fetches in these groups: owners serve fetches first."""
         for number, ordered in self._prepared.follows.items():
             operation = self._plan.units[number].operation
-            group = requests.get(operation.to, ()) if isinstance(operation, Use) else ()
-            units = [self._plan.units[one] for one, _ in group]
+            group = groups.get(operation.to, ()) if isinstance(operation, Use) else ()
+            units = [self._plan.units[one] for one in group]
             fetched = {variable for one in units if isinstance(one.operation, Fetch) for variable in one.outputs}
             if 0 < self._missing[number] == len(ordered & fetched):
                 self._missing[number] = -1
@@ -189,6 +230,11 @@ class Run:
                 self._missing[user] -= 1
                 if not self._missing[user]:
                     self._ready(user)
+
+
+def _part_of(operation: Any, part: slice, kept: Any, arrays: list[Any]) -> list[Any]:
+    found: list[Any] = operation.finish(list(arrays[part]))
+    return found
 
 
 _shared = jaxprs.Shared(4096)

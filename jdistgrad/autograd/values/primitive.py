@@ -67,6 +67,13 @@ class Operation:
     def start(self, operands: Sequence[Any]) -> Started:
         raise NotImplementedError
 
+    def at_once(self, operands: Sequence[Any]) -> Any:
+        """Return what is kept until the answer if another worker can serve the operation without waiting; else None.
+
+        A staged step sends such operations together.
+        """
+        return None
+
     def shapes(self, operands: Shapes) -> Shapes:
         raise NotImplementedError
 

@@ -7,7 +7,7 @@ import pytest
 
 from jdistgrad.autograd.callee.bundle import StopOutput
 from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.staged.bundling import BundleCall
+from jdistgrad.autograd.operations.messages import BundleCall
 from jdistgrad.autograd.staged.plan import cut
 from jdistgrad.autograd.values.holes import Hole, Layout, Results, Uniform
 from jdistgrad.autograd.values.primitive import wire_p

@@ -1,28 +1,88 @@
 """Contributions to gradients, which go to the owners of values, and the sums that the owners return."""
 
 import concurrent.futures
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from jdistgrad.autograd.callee.bundle import Stop, send_alone
 from jdistgrad.autograd.tape.ledger import AS_MADE, CONTRIBUTION, REFERENCE, TAKEN, Contribution, Marks, Target, total
-from jdistgrad.autograd.tape.tape import current_tape, gradient_link
-from jdistgrad.autograd.values.holes import Layout, arrays_of, has_gradient, is_array, shape_of, split
+from jdistgrad.autograd.tape.tape import Place, current_tape, gradient_link
+from jdistgrad.autograd.values.holes import (
+    Layout,
+    arrays_of,
+    changed_structure,
+    has_gradient,
+    is_array,
+    shape_of,
+    split,
+)
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.worker import current_worker
 
 
+@dataclasses.dataclass(frozen=True)
+class AddStop(Stop):
+    """A contribution to the gradient of a target: the leaves that are there are its items.
+
+    ``numbers``: the target's id, the contribution's, and its place in the program's order.
+    """
+
+    kind: str
+    lanes: tuple[int, ...]
+    there: tuple[bool, ...]
+    label = "a contribution to a gradient"
+    takes_numpy: ClassVar[bool] = True
+    recorded_as = None
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        (target, number, *place), rest = self.numbers, iter(items)
+        leaves = [next(rest) if one else None for one in self.there]
+        accept(self.kind, target, Contribution(number, self.lanes, leaves, tuple(place)))
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadStop(Stop):
+    """A read of the arrays of a value owned here, which has been made. ``numbers``: its id."""
+
+    count: int
+    label = "the fetch of a reference's value"
+    takes_numpy: ClassVar[bool] = True
+    recorded_as = None
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        arrays = arrays_of(current_worker().references.owned.value(self.numbers[0]).result())
+        if len(arrays) != self.count:
+            raise changed_structure(len(arrays), self.count)
+        return arrays
+
+
 def contribute(owner: int, kind: str, identifier: int, contribution: Contribution) -> None:
     """Send a contribution to the owner of the value; return once the owner has it."""
-    worker = current_worker()
-    if owner == worker.rank:
+    if owner == current_worker().rank:
         accept(kind, identifier, contribution)
-        return
-    current_tape(lambda: "a gradient").links.append(gradient_link(contribution.number, owner, identifier))
-    worker.rpc_sync(owner, accept, (kind, identifier, contribution), {}, None)
+    else:
+        send_contribution(owner, kind, identifier, contribution).result()
+
+
+def send_contribution(
+    owner: int, kind: str, identifier: int, contribution: Contribution
+) -> concurrent.futures.Future[Any]:
+    numbers = noted_contribution(owner, identifier, contribution.number, contribution.place)
+    there = tuple(one is not None for one in contribution.leaves)
+    items = [one for one in contribution.leaves if one is not None]
+    return send_alone(owner, AddStop(kind, contribution.lanes, there), items, None, numbers=numbers)
+
+
+def noted_contribution(owner: int, identifier: int, number: int, place: Place) -> tuple[int, ...]:
+    """Note that a contribution goes to the owner of its value; return the numbers of its stop."""
+    current_tape(lambda: "a gradient").links.append(gradient_link(number, owner, identifier))
+    return identifier, number, *place
 
 
 def accept(kind: str, identifier: int, contribution: Contribution) -> None:

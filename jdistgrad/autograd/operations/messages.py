@@ -1,0 +1,172 @@
+"""Operations that are stops of a message, alone or together with others: the caller's side of a bundle."""
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jdistgrad.autograd.callee.bundle import Bundle, BundleRun, Source, Stop, StopOutput
+from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_place
+from jdistgrad.autograd.values.holes import Hole, Operand, Uniform
+from jdistgrad.autograd.values.primitive import Operation, Started
+from jdistgrad.rpc.by_value import Cached, from_cache
+from jdistgrad.rpc.worker import current_worker
+from jdistgrad.wire.arrays import ArrayBlock
+
+
+class Crossing(Operation):
+    """An operation that a worker performs as a stop of a message.
+
+    Attributes:
+      to: the worker's rank.
+      function: the function that the stop calls, or None.
+      where: the place of the operation in the user's program, for errors.
+    """
+
+    to: int
+    function: Any
+    where: str
+
+    @property
+    def first(self) -> int:
+        """Return how many outputs are known before the answer."""
+        return 0
+
+    def stop(self) -> Stop:
+        """Return the stop, as far as it is the same in every run of a step."""
+        raise NotImplementedError
+
+    def items(self) -> list[Any]:
+        """Return what the stop is called with: an Operand for what is made of operands, other things as they are."""
+        raise NotImplementedError
+
+    def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
+        """Return the numbers of the stop in this run.
+
+        ``message``: that of the recording that the operation uses, if the same bundle makes it.
+        """
+        raise NotImplementedError
+
+    def known(self, numbers: tuple[int, ...]) -> list[Any]:
+        """Return the outputs that are known before the answer."""
+        return []
+
+    def finish(self, arrays: list[Any]) -> list[Any]:
+        """Return the other outputs, given the arrays that the stop returns in a bundle."""
+        return arrays
+
+    def noted(self, operands: Sequence[Any], what: Callable[[], str]) -> tuple[int, ...]:
+        """Return the numbers of the stop of a message with this stop alone, and note its link."""
+        numbers = self.drawn(operands)
+        if numbers and (link := self.link(numbers, cause())):
+            current_tape(what).links.append(link)
+        return numbers
+
+    def link(self, numbers: tuple[int, ...], by: int | None) -> Link | None:
+        """Return the link to note, if it is not noted with the numbers. ``by``: the message served meanwhile."""
+        return None
+
+    def patience(self, default: float) -> float:
+        return default
+
+
+Member = tuple[Crossing, tuple[Source, ...]]  # with the sources of its operands; an int: an operand of the bundle
+
+
+@dataclasses.dataclass(eq=False)
+class BundleCall(Operation):
+    """Operations on one worker as one operation.
+
+    Its outputs are the members' outputs that are wanted outside the bundle, those known before the answer first.
+    ``where``: the places of the operations in the user's program. ``states``: what identifies the states they change.
+    """
+
+    to: int
+    members: Sequence[Member]
+    wanted: tuple[StopOutput, ...]
+
+    def __post_init__(self) -> None:
+        self.operations = [operation for operation, _ in self.members]
+        self.where = "; ".join(dict.fromkeys(one.where for one in self.operations))
+        states = [getattr(one, "state", None) for one in self.operations]
+        self.states = [one for one in states if one is not None]
+
+    def __str__(self) -> str:
+        return "\n     then    ".join(map(str, self.operations))
+
+    @functools.cached_property
+    def outline(self) -> tuple[Cached[Bundle], list[Any], list[StopOutput]]:
+        """Return what is the same in every run: the bundle, the items to bring, and the wanted outputs known before."""
+        brought, sources, stops = list[Any](), list[list[Source]](), list[Stop]()
+
+        def answered(one: StopOutput) -> StopOutput:
+            """Renumber an output as the callee counts them: without those known before."""
+            return StopOutput(one.turn, one.number - self.operations[one.turn].first)
+
+        for operation, mine in self.members:
+            stop = operation.stop()
+            if stop.follows and isinstance(tag := mine[0], StopOutput):
+                stop = dataclasses.replace(stop, call=tag.turn)
+            stops.append(stop)
+            sources.append([])
+            for item in operation.items():
+                source = _source(item, mine)
+                if isinstance(source, StopOutput):
+                    source = answered(source)
+                elif not isinstance(source, Uniform):
+                    source = _place_among(brought, source)
+                sources[-1].append(source)
+        known = [one for one in self.wanted if one.number < self.operations[one.turn].first]
+        bundle = Bundle(stops, sources, [answered(one) for one in self.wanted if one not in known])
+        return from_cache(Cached(bundle).stream), brought, known  # one for all equal bundles
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        numbers = list[tuple[int, ...]]()
+        for operation, sources in self.members:
+            message, first = None, sources[0] if sources else None
+            if operation.follows_tag and isinstance(first, StopOutput):
+                message = numbers[first.turn][0]
+            given = [operands[one] if isinstance(one, int) else None for one in sources]
+            numbers.append(operation.drawn(given, message))
+        if any(numbers):
+            links = functools.partial(self._links, numbers, cause())
+            current_tape(lambda: str(self.operations[0])).links.append(links)
+        patience = sum(one.patience(current_worker().timeout) for one in self.operations)
+        future, (_, _, known) = self.send(operands, numbers, patience), self.outline
+        outputs = {turn: self.operations[turn].known(numbers[turn]) for turn in {one.turn for one in known}}
+        return Started(future, list, [outputs[one.turn][one.number] for one in known])
+
+    def send(
+        self, operands: Sequence[Any], numbers: Sequence[tuple[int, ...]], timeout: float | None
+    ) -> concurrent.futures.Future[Any]:
+        """Send the message; return a future of the wanted arrays that are not known before."""
+        bundle, to_bring, _ = self.outline
+        items = [one.of(operands) if isinstance(one, Operand) else one for one in to_bring]
+        run = BundleRun(bundle, [one.function for one in self.operations], numbers, next_place())
+        brought = ArrayBlock(items) if bundle.value.is_closed else items
+        return current_worker().rpc_async(self.to, run, (brought,), {}, timeout)
+
+    def _links(self, numbers: Sequence[tuple[int, ...]], by: int | None) -> list[Link]:
+        found = [one.link(mine, by) for one, mine in zip(self.operations, numbers, strict=True) if mine]
+        return [one for one in found if one is not None]
+
+
+def _place_among(brought: list[Any], item: Any) -> int:
+    """Return an item's place among those the message brings; an array that is used twice is brought once."""
+    if isinstance(item, Operand) and isinstance(item.hole, Hole):
+        for place, one in enumerate(brought):
+            if isinstance(one, Operand) and isinstance(one.hole, Hole) and one.numbers == item.numbers:
+                return place
+    brought.append(item)
+    return len(brought) - 1
+
+
+def _source(item: Any, sources: Sequence[Source]) -> Any:
+    """Express an item of an operation in terms of the operands of the whole bundle."""
+    if not isinstance(item, Operand):
+        return item
+    found = [sources[k] for k in item.numbers]
+    if isinstance(item.hole, Hole) and not isinstance(found[0], int):
+        return found[0]
+    return Operand(item.hole, tuple(one for one in found if isinstance(one, int)))
