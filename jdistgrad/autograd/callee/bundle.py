@@ -289,16 +289,12 @@ def _arrived(bundle: Cached[Bundle], functions: tuple[Any, ...], numbers: Any, p
 
 
 def send_alone(
-    to: int,
-    stop: Stop,
-    items: list[Any],
-    timeout: float | None,
-    *,
-    function: Any = None,
-    numbers: tuple[int, ...] = (),
+    to: int, stop: Stop, items: list[Any], timeout: float | None, numbers: tuple[int, ...]
 ) -> concurrent.futures.Future[Any]:
-    """Send a message with one stop; return a future of what the stop returns."""
-    run = BundleRun(alone(stop), (function,), (numbers,), next_place())
+    """Send a message with one stop, which may have its function; return a future of what the stop returns."""
+    function = stop.function
+    format = alone(stop if function is None else dataclasses.replace(stop, function=None))
+    run = BundleRun(format, (function,), (numbers,), next_place())
     return current_worker().rpc_async(to, run, (items,), {}, timeout)
 
 

@@ -66,22 +66,17 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
     """Send a contribution to the owner of the value; return once the owner has it."""
     if owner == current_worker().rank:
         accept(kind, identifier, contribution)
-    else:
-        send_contribution(owner, kind, identifier, contribution).result()
-
-
-def send_contribution(
-    owner: int, kind: str, identifier: int, contribution: Contribution
-) -> concurrent.futures.Future[Any]:
+        return
     numbers = noted_contribution(owner, identifier, contribution.number, contribution.place)
     there = tuple(one is not None for one in contribution.leaves)
     items = [one for one in contribution.leaves if one is not None]
-    return send_alone(owner, AddStop(kind, contribution.lanes, there), items, None, numbers=numbers)
+    send_alone(owner, AddStop(kind, contribution.lanes, there), items, None, numbers).result()
 
 
 def noted_contribution(owner: int, identifier: int, number: int, place: Place) -> tuple[int, ...]:
-    """Note that a contribution goes to the owner of its value; return the numbers of its stop."""
-    current_tape(lambda: "a gradient").links.append(gradient_link(number, owner, identifier))
+    """Note that a contribution goes to the owner of its value, if to another; return the numbers of its stop."""
+    if owner != current_worker().rank:
+        current_tape(lambda: "a gradient").links.append(gradient_link(number, owner, identifier))
     return identifier, number, *place
 
 

@@ -1,31 +1,34 @@
-"""A function called on another worker, recorded or not."""
+"""A function called on another worker, recorded or not, and what a recorded call holds: linear functions.
 
-import concurrent.futures
+These are the pull of cotangents through the call, and the push of tangents.
+"""
+
 import dataclasses
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
 
-from jdistgrad.autograd.callee.bundle import send_alone
-from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, ShapesOf
+from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, ShapesOf, is_pure
 from jdistgrad.autograd.callee.orders import Orders
+from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import Lane
 from jdistgrad.autograd.callee.state import state_argument
-from jdistgrad.autograd.callee.stops import CallStop
+from jdistgrad.autograd.callee.stops import CallStop, LinearStop
 from jdistgrad.autograd.operations.messages import Crossing
-from jdistgrad.autograd.tape.tape import Link, current_tape, next_message
-from jdistgrad.autograd.values.holes import Layout, ReferenceHole, Results, is_differentiable
-from jdistgrad.autograd.values.primitive import TAG_SHAPE, Batched, Shapes, Started
+from jdistgrad.autograd.tape.tape import Link, current_tape, next_message, next_number
+from jdistgrad.autograd.values.holes import Hole, Layout, Operand, ReferenceHole, Results, is_differentiable
+from jdistgrad.autograd.values.primitive import TAG_SHAPE, TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.autograd.values.typed import ArraysOf
+from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.current import current_scope
+from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.server import replace_unmade
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.message import as_token
+from jdistgrad.wire.message import as_token, from_token
 
 
 @dataclasses.dataclass(eq=False)
@@ -45,6 +48,7 @@ class Call(Crossing):
     lanes: tuple[Lane, ...] = ()
     where: str = ""  # the place of the call in the user's program
     results_come_here: ClassVar[bool] = True
+    reads = True
 
     def __str__(self) -> str:
         return f"{describe(self.function)} to rank {self.to}{', recorded' if self.orders else ''}"
@@ -66,8 +70,13 @@ class Call(Crossing):
         plain = self.results.have_keys
         function = ArraysOf(self.function) if plain else self.function
         finish = self.results.arrived if plain else self.results.flatten
-        numbers = self.noted(operands, lambda: f"{describe(self.function)} on worker {self.to}")
-        return Started(self.send(function, numbers, operands), finish, self.known(numbers))
+        return self.send(function, operands, finish)
+
+    def send(self, function: Any, operands: Sequence[Any], finish: Callable[[Any], list[Any]]) -> Started:
+        """Send the call as it is made: the structure of its result is known from the answer only."""
+        args, kwargs = self.arguments.fill(operands)
+        stop = CallStop(orders=self.leaves(), lanes=self.lanes, function=function)
+        return self.alone(operands, stop, [args, kwargs] if kwargs else [args], finish)
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         return (next_message(),) if self.orders else ()
@@ -77,22 +86,28 @@ class Call(Crossing):
         return [] if scope is None else [as_token(scope.id, *numbers)]
 
     @property
-    def first(self) -> int:
-        return int(bool(self.orders))
+    def records(self) -> bool:
+        return bool(self.orders)
+
+    first = needs_context = records  # the tag
+
+    @property
+    def waits_for_nothing(self) -> bool:
+        """Return whether the function is pure by contract, its arguments of known types, and its timeout the default.
+
+        Functions that run as written may wait for anything, and other operations must not wait with them. Calls that
+        make or return references run at their own time.
+        """
+        if not is_pure(self.function) or self.timeout is not None or not self.arguments.is_plain:
+            return False
+        known = self.results.known
+        return known is not None and not known[0].has_references
 
     def link(self, numbers: tuple[int, ...], by: int | None) -> Link:
         return Link(numbers[0], current_worker().rank, self.to, describe(self.function), caused_by=by)
 
-    def send(self, function: Any, numbers: tuple[int, ...], operands: Sequence[Any]) -> concurrent.futures.Future[Any]:
-        """Send the call as it is made: the structure of its result is known from the answer only."""
-        args, kwargs = self.arguments.fill(operands)
-        stop, items = CallStop(orders=self.leaves(), lanes=self.lanes), [args, kwargs] if kwargs else [args]
-        return send_alone(self.to, stop, items, self.timeout, function=function, numbers=numbers)
-
     def leaves(self) -> Orders:
         return tuple(tuple(self.arguments.positions[k] for k in order) for order in self.orders)
-
-    # The methods for a call that is a stop of a bundle.
 
     def stop(self) -> CallStop:
         count, references = len(self.results.shapes), self.arguments.has_references
@@ -155,6 +170,209 @@ class Call(Crossing):
         lanes = (*behind, *(Lane(where, 0, size) for where in spread))
         call = dataclasses.replace(self, function=function, results=Results(self.results), lanes=lanes)
         return call, (0,) if self.orders else (), ()
+
+
+@dataclasses.dataclass(eq=False)
+class Linear(Crossing):
+    """A linear function that a recorded call holds: the pullback of its outermost derivative, or its transpose.
+
+    Operands: the call's tag, the call's operands, and the inputs of the linear function.
+    """
+
+    call: Call
+    numbers: tuple[int, ...]  # of the inputs: among the differentiable results for a pull, the operands for a push
+    maps: tuple[Map, ...] = ()
+    batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped over)
+    follows_tag: ClassVar[bool] = True
+    moves: ClassVar[str]
+    function = None
+
+    def __post_init__(self) -> None:
+        self.inputs, self.to, self.where = len(self.numbers), self.call.to, self.call.where
+
+    def __str__(self) -> str:
+        return f"{self.moves} of {describe(self.call.function)} to rank {self.to}"
+
+    @property
+    def has_references(self) -> bool:
+        return self.call.has_references
+
+    def stop(self) -> LinearStop:
+        what, order = describe(self.call.function), len(self.call.orders) - 1
+        if isinstance(self, Pull):
+            return LinearStop(what, order, self.numbers, self.maps, self.last)
+        return LinearStop(what, order, None, self.maps)
+
+    def items(self) -> list[Any]:
+        return [Operand(Hole(), (1 + k,)) for k in range(self.inputs)]  # a bundle's operation has no others: ``needed``
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        context, *_ = from_token(operands[0])
+        with within(current_worker().scopes.find(context)):
+            return self.alone(operands, self.stop(), list(operands[len(operands) - self.inputs :]), list)
+
+    def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
+        if message is None:
+            _, message, *_ = from_token(operands[0])
+        if isinstance(self, Pull):
+            return message, next_number()
+        self.refuse_references()
+        return (message,)
+
+    def link(self, numbers: tuple[int, ...], by: int | None) -> Link | None:
+        if not isinstance(self, Pull):
+            return None
+        what = describe(self.call.function)
+        return Link(numbers[0], current_worker().rank, self.to, what, backward=True, caused_by=by)
+
+    def patience(self, default: float) -> float:
+        """Return twice the call's patience: the answer may first have to wait for the call itself."""
+        return 2 * self.call.patience(default)
+
+    def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
+        return [operands[0], *operands[len(operands) - self.inputs :]]
+
+    def in_batches(self) -> tuple[list[bool], list[bool]]:
+        """Return which inputs, and which outputs, have a dimension for a batch of the recording: all but handles."""
+        handles = self.call.handles()
+        operands = [k not in handles for k in self.call.orders[-1]]
+        if isinstance(self, Pull):
+            return [True] * self.inputs, operands
+        return operands, [True] * len(self.call.tangent_shapes())
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        """Batch the function: the recording is batched if operands are, else the function is mapped over the batch."""
+        self._refuse_differing(batched)
+        first = len(batched) - self.inputs
+        own = (False, *batched[1:first])
+        batches = (*self.batches, (size, own))
+        if any(own):
+            maps = tuple(dataclasses.replace(one, axis=one.axis + 1) for one in self.maps)
+            inputs, outputs = self.in_batches()
+            operation = dataclasses.replace(self, maps=maps, batches=batches)
+            spread = [first + k for k, flag in enumerate(inputs) if flag]
+            return operation, [k for k, flag in enumerate(outputs) if not flag], spread
+        maps = (*self.maps, Map(tuple(batched[first:]), 0, size))
+        return dataclasses.replace(self, maps=maps, batches=batches), (), ()
+
+    def _refuse_differing(self, batched: Sequence[bool]) -> None:
+        """Raise DifferentiationError for a recording, or a reference, that differs over the batch.
+
+        JAX makes it so in a cond whose condition differs over the batch: elements that do not take the branch have
+        anything in place of the tag, also that of a call in another branch. In a while_loop whose condition differs,
+        elements that have left it keep the tag of an earlier call.
+        """
+        references = {1 + k for k in self.call.handles() & {*self.call.orders[-1]}}
+        if any(batched[k] for k in {0} | references):
+            raise DifferentiationError(
+                f"no derivative is known for {self} in a branch of jax.lax.cond or switch, or in a while_loop, whose "
+                "condition differs over the batch of jax.vmap, if references are differentiated, or if vmap is outside "
+                "of the derivative. JAX runs all branches there: call outside of them, and choose by jnp.where; or map "
+                "by jax.lax.map. Without references, jax.grad(lambda xs: jax.vmap(f)(xs).sum()) has the gradients of "
+                "jax.vmap(jax.grad(f)), too."
+            )
+
+    def over_batches(self, function: Callable[..., Any], linear: "Linear") -> Any:
+        """Map ``linear``, as a function of the tag, the operands and its inputs, over the batches of this one."""
+        inputs, outputs = linear.in_batches()
+        for size, own in self.batches:
+            recorded = any(own)
+            axes = [0 if flag else None for flag in own]
+            axes += [0 if flag or not recorded else None for flag in inputs]
+            results = tuple(0 if flag or not recorded else None for flag in outputs)
+            function = jax.vmap(function, axes, results, axis_size=size)
+        return function
+
+    def summed(self, number: int, found: Any) -> Any:
+        """Return an input's cotangent, summed over the batches that the input does not have."""
+        turns = [turn for turn, (_, own) in enumerate(self.batches) if not any(own)]
+        missing = [turn for turn, one in zip(turns, self.maps, strict=True) if not one.flags[number]]
+        return found.sum([len(self.batches) - 1 - turn for turn in missing]) if missing else found
+
+    def functional(self) -> Call:
+        """Return the linear function as a call, for its derivatives.
+
+        It is a call of a function of the tag, a number for a pull, the operands and the inputs. When run again with the
+        same number, the function makes the same contributions, which then count once. References are passed by
+        reference: inside the function, gradients of their values go to their owners.
+        """
+        if isinstance(self, Pull):
+            function, extra = self.call.pullback(self.numbers), 2
+        else:
+            self.refuse_references()
+            function, extra = PushforwardOf(self.call.function, self.call.leaves()), 1
+        arguments = self.call.arguments
+        args, kwargs = arguments.by_reference()
+        first = extra + len(list(trees.leaves(arguments.tree)))
+        holes = [Hole() for _ in range(extra)]
+        tree: Any = ((*holes, args, kwargs, *(Hole() for _ in range(self.inputs))), {})
+        inputs = range(first, first + self.inputs)
+        layout = Layout(tree, (*range(extra), *(extra + k for k in arguments.positions), *inputs))
+        timeout = None if self.call.timeout is None else self.patience(self.call.timeout)
+        return Call(self.to, function, layout, Results(), timeout)
+
+    def refuse_references(self) -> None:
+        """Raise DifferentiationError for tangents of references: these stand for values on other workers."""
+        if self.call.handles() & set(self.call.orders[-1]) or not self.call.results_come_here:
+            raise DifferentiationError(
+                f"{describe(self.call.function)} has no forward-mode derivative (jvp, jacfwd, linearize, hessian) that "
+                "passes through a reference. Use reverse mode: jax.vjp, jax.grad, jax.jacrev, and "
+                "jax.jacrev(jax.jacrev(f)) for a Hessian. Or pass values instead of references."
+            )
+
+
+@dataclasses.dataclass(eq=False)
+class Pull(Linear):
+    """A pull of the pullback. The recording may hold further pullbacks, unless this is its ``last`` pull.
+
+    Inputs: the cotangents of its live results. Outputs: those of the operands of the derivative.
+    """
+
+    last: bool = False
+    moves, pulls = "cotangents", True
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        """Return the shapes of cotangents: a dimension for every batch, the latest first, before the operand's own.
+
+        The cotangent of a handle has dimensions only for the batches that the pullback is mapped over.
+        """
+        handles, found = self.call.handles(), []
+        for k in self.call.orders[-1]:
+            own = operands[1 + k].shape[sum(flags[1 + k] for _, flags in self.batches) :]
+            sizes = (size for size, flags in reversed(self.batches) if not (k in handles and any(flags)))
+            found.append(operands[1 + k].update(shape=(*sizes, *own)))
+        return found
+
+
+@dataclasses.dataclass(eq=False)
+class Push(Linear):
+    """A push of tangents through a recorded call, by the transpose of its pullback.
+
+    Inputs: the tangents of the operands of the derivative. Outputs: those of all differentiable results.
+    """
+
+    moves = "tangents"
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        sizes = [size for size, _ in reversed(self.batches)]
+        return [one.update(shape=(*sizes, *one.shape)) for one in self.call.tangent_shapes()]
+
+
+@dataclasses.dataclass(eq=False)
+class DrawNumber(Operation):
+    """An operation that draws a fresh contribution id. Its operands only order the draw."""
+
+    has_references: ClassVar[bool] = False
+    title = "nothing: a number"
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        return done([as_token(next_number())])
+
+    def shapes(self, operands: Shapes) -> Shapes:
+        return [TOKEN_SHAPE]
+
+    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+        return self, (0,), ()
 
 
 def where() -> str:

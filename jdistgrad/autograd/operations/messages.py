@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jdistgrad.autograd.callee.bundle import Bundle, BundleRun, Source, Stop, StopOutput
+from jdistgrad.autograd.callee.bundle import Bundle, BundleRun, Source, Stop, StopOutput, send_alone
 from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_place
 from jdistgrad.autograd.values.holes import Hole, Operand, Uniform
 from jdistgrad.autograd.values.primitive import Operation, Started
@@ -21,17 +21,14 @@ class Crossing(Operation):
     Attributes:
       to: the worker's rank.
       function: the function that the stop calls, or None.
+      first: how many outputs are known before the answer.
       where: the place of the operation in the user's program, for errors.
     """
 
     to: int
     function: Any
     where: str
-
-    @property
-    def first(self) -> int:
-        """Return how many outputs are known before the answer."""
-        return 0
+    first: Any = 0
 
     def stop(self) -> Stop:
         """Return the stop, as far as it is the same in every run of a step."""
@@ -52,23 +49,26 @@ class Crossing(Operation):
         """Return the outputs that are known before the answer."""
         return []
 
-    def finish(self, arrays: list[Any]) -> list[Any]:
-        """Return the other outputs, given the arrays that the stop returns in a bundle."""
-        return arrays
-
-    def noted(self, operands: Sequence[Any], what: Callable[[], str]) -> tuple[int, ...]:
-        """Return the numbers of the stop of a message with this stop alone, and note its link."""
-        numbers = self.drawn(operands)
-        if numbers and (link := self.link(numbers, cause())):
-            current_tape(what).links.append(link)
-        return numbers
-
     def link(self, numbers: tuple[int, ...], by: int | None) -> Link | None:
         """Return the link to note, if it is not noted with the numbers. ``by``: the message served meanwhile."""
         return None
 
     def patience(self, default: float) -> float:
         return default
+
+    def finish(self, arrays: list[Any]) -> list[Any]:
+        """Return the other outputs, given the arrays that the stop returns in a bundle."""
+        return arrays
+
+    def alone(
+        self, operands: Sequence[Any], stop: Stop, items: list[Any], finish: Callable[[Any], list[Any]]
+    ) -> Started:
+        """Send a message with this stop alone. What the stop returns is finished by ``finish``."""
+        numbers = self.drawn(operands)
+        if numbers and (link := self.link(numbers, cause())):
+            current_tape(lambda: str(self)).links.append(link)
+        future = send_alone(self.to, stop, items, self.patience(current_worker().timeout), numbers=numbers)
+        return Started(future, finish, self.known(numbers))
 
 
 Member = tuple[Crossing, tuple[Source, ...]]  # with the sources of its operands; an int: an operand of the bundle
@@ -85,12 +85,13 @@ class BundleCall(Operation):
     to: int
     members: Sequence[Member]
     wanted: tuple[StopOutput, ...]
+    waits_for_order = True
 
     def __post_init__(self) -> None:
         self.operations = [operation for operation, _ in self.members]
         self.where = "; ".join(dict.fromkeys(one.where for one in self.operations))
-        states = [getattr(one, "state", None) for one in self.operations]
-        self.states = [one for one in states if one is not None]
+        self.states = [one.state for one in self.operations if one.state is not None]
+        self.needs_context = any(one.needs_context for one in self.operations)
 
     def __str__(self) -> str:
         return "\n     then    ".join(map(str, self.operations))

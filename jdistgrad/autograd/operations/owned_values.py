@@ -15,15 +15,13 @@ import numpy as np
 from jdistgrad.autograd.callee.contributions import (
     AddStop,
     ReadStop,
-    accept,
     arrays_of_value,
     noted_contribution,
-    send_contribution,
     take,
     value_layout,
 )
 from jdistgrad.autograd.operations.messages import Crossing
-from jdistgrad.autograd.tape.ledger import Contribution, mark
+from jdistgrad.autograd.tape.ledger import mark
 from jdistgrad.autograd.tape.tape import next_number, next_place, note_fetched
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand, Results, as_jax, reference_of
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
@@ -45,7 +43,7 @@ class Fetch(Crossing):
     timeout: float | None
     recorded: bool = False
     title = "a fetch of a reference's value"
-    function, where = None, ""
+    function, where, reads = None, "", True
 
     def start(self, operands: Sequence[Any]) -> Started:
         rref = reference_of(self.reference, operands)
@@ -129,15 +127,12 @@ class Put(Crossing):
     function, where, first = None, "", 2
 
     def start(self, operands: Sequence[Any]) -> Started:
-        (identifier,), number = from_token(operands[0]), next_number()
-        leaves: list[Any] = [None] * self.count
-        for k, leaf in zip(self.live, operands[1:], strict=True):
-            leaves[k] = leaf
-        contribution, known = Contribution(number, self.lanes, leaves, next_place()), self.known((identifier, number))
-        if self.to == current_worker().rank:
-            accept(self.kind, identifier, contribution)
-            return done(known)
-        return Started(send_contribution(self.to, self.kind, identifier, contribution), list, known)
+        stop, leaves = self.stop(), list(operands[1:])
+        if self.to != current_worker().rank:
+            return self.alone(operands, stop, leaves, list)
+        numbers = self.drawn(operands)
+        dataclasses.replace(stop, numbers=numbers)(leaves)
+        return done(self.known(numbers))
 
     def at_once(self, operands: Sequence[Any]) -> Any:
         return None if self.to == current_worker().rank else operands
@@ -149,8 +144,8 @@ class Put(Crossing):
         return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
-        (identifier,) = from_token(operands[0])
-        return noted_contribution(self.to, identifier, next_number(), next_place())
+        (identifier,), number, place = from_token(operands[0]), next_number(), next_place()
+        return noted_contribution(self.to, identifier, number, place)
 
     def known(self, numbers: tuple[int, ...]) -> list[Any]:
         number = numbers[1]

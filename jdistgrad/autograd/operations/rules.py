@@ -16,10 +16,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.interpreters import ad
 
-from jdistgrad.autograd.operations.calls import Call
+from jdistgrad.autograd.operations.calls import Call, DrawNumber, Linear, Pull, Push
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish, Put, Take
-from jdistgrad.autograd.operations.pulls import DrawNumber, Linear, Pull, Push
-from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN
 from jdistgrad.autograd.values.holes import is_differentiable
 from jdistgrad.autograd.values.primitive import Operation, as_array, evaluate, of_each_device, untied_p, wire_p
@@ -126,7 +124,7 @@ def _is_linear(operation: Any, perturbed: Sequence[int], operands: Sequence[Any]
 
 def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: Any) -> Any:
     """Differentiate an operation that JAX has taken out of its function with a derivative, as in a scan."""
-    if isinstance(operation, Use):
+    if operation.uses_gradients:
         raise operation.misplaced()
     given = {k: one for k, one in enumerate(tangents) if not isinstance(one, ad.Zero)}
     if not isinstance(operation, Call | Linear) or (isinstance(operation, Call) and operation.lanes):

@@ -109,6 +109,8 @@ class Use(Call):
 
     parts: tuple[int, ...] = ()
     state: Any = None
+    waits_for_nothing = reads = False
+    uses_gradients = waits_for_order = needs_context = True
 
     def start(self, operands: Sequence[Any]) -> Started:
         self.marks(operands)

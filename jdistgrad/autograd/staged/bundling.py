@@ -13,11 +13,7 @@ from typing import Any
 from jax.extend.core import jaxprs_in_params
 
 from jdistgrad.autograd.callee.bundle import Source, StopOutput
-from jdistgrad.autograd.callee.functions import is_pure
-from jdistgrad.autograd.operations.calls import Call
 from jdistgrad.autograd.operations.messages import BundleCall, Member
-from jdistgrad.autograd.operations.pulls import Pull
-from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, in_order
 
 LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig", "eigh", "lu", "qr", "svd", "top_k"}
@@ -26,9 +22,10 @@ LONG = {"dot_general", "conv_general_dilated", "sort", "fft", "cholesky", "eig",
 def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list[Equation]:
     """Replace each row of operations that can share a message by one equation."""
     answers, taken = Answers(equations), set[int]()
-    pulls = {k for k, one in enumerate(equations) if isinstance(one.operation, Pull)}
-    uses = {k for k, one in enumerate(equations) if isinstance(one.operation, Use)}
-    calls = {k for k, one in enumerate(equations) if type(one.operation) is Call and _is_plain(one.operation)}
+    operations = {k: one.operation for k, one in enumerate(equations) if one.operation is not None}
+    pulls = {k for k, one in operations.items() if one.pulls}
+    uses = {k for k, one in operations.items() if one.uses_gradients}
+    calls = {k for k, one in operations.items() if one.waits_for_nothing}
     tags = {equations[k].outputs[0] for k in calls}
     # Operations that wait for nothing when they are served: plain calls, and their pulls.
     travellers = calls | {k for k in pulls if equations[k].inputs[0] in tags}
@@ -44,18 +41,6 @@ def with_bundles(equations: Sequence[Equation], outputs: Sequence[Atom]) -> list
     return in_order([*alone, *(_bundle(members, equations, outputs) for members in bundles)])
 
 
-def _is_plain(call: Call) -> bool:
-    """Return whether a call is of a function pure by contract, on arguments of known types, without its own timeout.
-
-    Functions that run as written may wait for anything, and other operations must not wait with them. Calls that
-    make or return references run at their own time.
-    """
-    if not is_pure(call.function) or call.timeout is not None or not call.arguments.is_plain:
-        return False
-    known = call.results.known
-    return known is not None and not known[0].has_references
-
-
 def _row(first: int, equations: Sequence[Equation], answers: Answers, followers: set[int]) -> list[int]:
     """Return the places of the row that starts with ``first``.
 
@@ -68,14 +53,11 @@ def _row(first: int, equations: Sequence[Equation], answers: Answers, followers:
     local = {output for equation in equations if equation.operation is None for output in equation.outputs}
     for k in range(first + 1, len(equations)):
         equation = equations[k]
-        if type(equation.operation) is Call and any(
-            one.operation.orders and one.outputs[0] in equation.inputs
-            for one in (equations[member] for member in row)
-            if isinstance(one.operation, Call)
-        ):
-            continue  # a derivative as a function gets the tag of what it differentiates: the stop would not know it
         if k not in followers or equation.operation.to != to or not answers.before[k] >> row[-1] & 1:
             continue
+        tags = {equations[member].outputs[0] for member in row if equations[member].operation.records}
+        if equation.operation.waits_for_nothing and not tags.isdisjoint(equation.inputs):
+            continue  # a derivative as a function gets the tag of what it differentiates: the stop would not know it
         if not local.isdisjoint(equation.after):
             continue  # it follows an effect of the caller's, for which the row must not wait
         given = [atom for atom in equation.variables() if atom not in made and atom not in equation.fills]

@@ -122,7 +122,7 @@ def _inlined(eqn: Any) -> tuple[Any, Sequence[Any]] | None:
 
 def _states(eqn: Any) -> set[Any]:
     inner = {state for jaxpr in jaxprs_in_params(eqn.params) for one in jaxpr.eqns for state in _states(one)}
-    state = getattr(eqn.params["operation"], "state", None) if eqn.primitive is wire_p else None
+    state = eqn.params["operation"].state if eqn.primitive is wire_p else None
     return inner | jaxprs.ordered_effects(eqn) | ({state} if state is not None else set())
 
 

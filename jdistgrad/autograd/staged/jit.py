@@ -12,10 +12,7 @@ import numpy as np
 from jdistgrad._compat import lowered, trace_context, trace_state_clean
 from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.gradients import RemoteGradient, hold
-from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.operations.messages import BundleCall
-from jdistgrad.autograd.operations.remote_calls import CallRemote
-from jdistgrad.autograd.operations.uses import Use, kept
+from jdistgrad.autograd.operations.uses import kept
 from jdistgrad.autograd.staged.equations import flatten
 from jdistgrad.autograd.staged.plan import Plan, cut
 from jdistgrad.autograd.staged.rewriting import refuse_inner_uses
@@ -124,7 +121,7 @@ class Step:
         arguments = jax.tree.leaves(jax.tree.unflatten(structure, leaves), is_leaf=_is_gradient)
         self._takes_gradients = any(map(_is_gradient, arguments))
         inner = operations_in(one.eqn for unit in self.plan.units for one in unit.equations if one.eqn is not None)
-        self._records = any(map(_needs_context, [*self.plan.operations, *inner]))
+        self._records = any(one.needs_context for one in (*self.plan.operations, *inner))
 
     @property
     def ended(self) -> bool:
@@ -150,12 +147,6 @@ class Step:
 
 def _is_gradient(leaf: Any) -> bool:
     return isinstance(leaf, RemoteGradient)
-
-
-def _needs_context(operation: Any) -> bool:
-    if isinstance(operation, BundleCall):
-        return any(map(_needs_context, operation.operations))
-    return isinstance(operation, CallRemote | Use) or (isinstance(operation, Call) and bool(operation.orders))
 
 
 def _kind(leaf: Any) -> Any:

@@ -14,9 +14,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.operations.pulls import Pull
-from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.bundling import with_bundles
 from jdistgrad.autograd.staged.equations import Answers, Atom, Equation, flatten, in_order, needed
 from jdistgrad.autograd.staged.rewriting import (
@@ -54,7 +51,7 @@ class Plan:
         return "\n".join(f"{number:>3}  {_spelled(unit)}" for number, unit in enumerate(self.units))
 
 
-def cut(closed: Any, uses: Sequence[Use] = ()) -> Plan:
+def cut(closed: Any, uses: Sequence[Any] = ()) -> Plan:
     """Return the plan of a closed jaxpr in which there must be these uses of gradients."""
     equations, inputs, outputs, size = flatten(closed)
     require_all(uses, equations)
@@ -96,11 +93,11 @@ def last_pulls_marked(equations: Sequence[Equation], outputs: Sequence[Atom]) ->
     """Mark each pull that alone uses its recording as the last, so that the callee drops the recording then."""
     users = collections.Counter(variable for equation in equations for variable in equation.variables())
     users.update(atom for atom in outputs if isinstance(atom, int))
-    made = {equation.outputs[0] for equation in equations if isinstance(equation.operation, Call)}
+    made = {one.outputs[0] for one in equations if one.operation is not None and one.operation.records}
     found = []
     for equation in equations:
         operation = equation.operation
-        if isinstance(operation, Pull) and (tag := equation.inputs[0]) in made and users[tag] == 1:
+        if operation is not None and operation.pulls and (tag := equation.inputs[0]) in made and users[tag] == 1:
             found.append(dataclasses.replace(equation, operation=dataclasses.replace(operation, last=True)))
         else:
             found.append(equation)

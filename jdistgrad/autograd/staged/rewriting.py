@@ -14,9 +14,6 @@ import numpy as np
 from jax.extend.core import jaxprs_in_params
 
 from jdistgrad import jaxprs
-from jdistgrad.autograd.operations.calls import Call
-from jdistgrad.autograd.operations.owned_values import Fetch
-from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Atom, Constant, Equation
 from jdistgrad.autograd.values.holes import Uniform, is_differentiable
 from jdistgrad.autograd.values.primitive import operations_in
@@ -42,14 +39,13 @@ def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
     for equation in equations:
         states = equation.states()
         before = [last[state] for state in states if state in last]
-        if isinstance(equation.operation, Use):
+        operation = equation.operation
+        if operation is not None and operation.uses_gradients:
             served = _needed_by(equation, producers)
             before += [one.outputs[-1] for one in read if id(one) not in served]
             used.append(equation.outputs[-1])
         # Others may read values of other workers, or meet workers that read them.
-        elif isinstance(equation.operation, Call | Fetch) or (
-            equation.operation is None and jaxprs.calls_back([equation.eqn])
-        ):
+        elif jaxprs.calls_back([equation.eqn]) if operation is None else operation.reads:
             before += used
             read += [equation] if equation.eqn.outvars else []
         found.append(dataclasses.replace(equation, after=tuple(dict.fromkeys(before))) if before else equation)
@@ -89,7 +85,7 @@ def marks_in_parts(equations: Sequence[Equation]) -> list[Equation]:
 
     found = []
     for equation in equations:
-        if isinstance(use := equation.operation, Use):
+        if (use := equation.operation) is not None and use.uses_gradients:
             count = sum(use.parts)
             each = [list(parts(atom)) for atom in equation.inputs[:count]]
             inputs = [*(atom for mine in each for atom in mine), *equation.inputs[count:]]
@@ -104,11 +100,11 @@ def refuse_inner_uses(equations: Iterable[Equation]) -> None:
     JAX may have traced the body for an earlier program.
     """
     for inner in operations_in([equation.eqn for equation in equations if equation.operation is None]):
-        if isinstance(inner, Use):
+        if inner.uses_gradients:
             raise inner.misplaced()
 
 
-def require_all(uses: Iterable[Use], equations: Iterable[Equation]) -> None:
+def require_all(uses: Iterable[Any], equations: Iterable[Equation]) -> None:
     """Raise DifferentiationError for a use of gradients that was traced, and that a transformation has dropped."""
     found = {id(equation.operation) for equation in equations}
     for one in uses:
@@ -119,7 +115,7 @@ def require_all(uses: Iterable[Use], equations: Iterable[Equation]) -> None:
 def require_gradients(equations: Iterable[Equation]) -> None:
     """Raise DifferentiationError for a use of a gradient that is known to be zero."""
     for equation in equations:
-        if isinstance(equation.operation, Use):
+        if equation.operation is not None and equation.operation.uses_gradients:
             known = [atom.value if isinstance(atom, Constant) else np.ones(NO_MARKS.shape) for atom in equation.inputs]
             equation.operation.marks(known)
 

@@ -16,8 +16,6 @@ import numpy as np
 from jdistgrad import events, jaxprs
 from jdistgrad.autograd.callee.bundle import StopOutput
 from jdistgrad.autograd.operations.messages import BundleCall
-from jdistgrad.autograd.operations.owned_values import Fetch, Put
-from jdistgrad.autograd.operations.uses import Use
 from jdistgrad.autograd.staged.equations import Constant
 from jdistgrad.autograd.staged.plan import Plan, Unit
 from jdistgrad.autograd.staged.rewriting import SMALL
@@ -56,13 +54,13 @@ class Prepared:
         self.follows = {
             number: frozenset(unit.after).difference(unit.inputs)
             for number, unit in enumerate(plan.units)
-            if isinstance(unit.operation, Use | BundleCall) and unit.after
+            if unit.operation is not None and unit.operation.waits_for_order and unit.after
         }
 
     def together(self, numbers: Iterable[int]) -> tuple[BundleCall, list[int]]:
         """Return one operation for units that go in one message, and the order of the units in it."""
-        kinds = Fetch, Put, Use
-        units = sorted(numbers, key=lambda number: (kinds.index(type(self.plan.units[number].operation)), number))
+        operations = [unit.operation for unit in self.plan.units]
+        units = sorted(numbers, key=lambda k: (not operations[k].reads, operations[k].uses_gradients, k))
         found = self._together.get(tuple(units))
         if found is None:
             places = itertools.count()
@@ -177,7 +175,7 @@ class Run:
         bundle, units = self._prepared.together(group)
         self._current = bundle.operations[0]
         asked = [group[number] for number in units]
-        only_fetches = all(isinstance(one, Fetch) for one in bundle.operations)
+        only_fetches = all(one.reads for one in bundle.operations)
         with within(None if only_fetches else current_scope()):  # no owner must take part in a context by a fetch
             future = bundle.send([one for each in asked for one in each.operands], [one.numbers for one in asked], None)
         start = 0
@@ -191,9 +189,9 @@ class Run:
         """Queue uses of gradients that only follow fetches in these groups: owners serve fetches first."""
         for number, ordered in self._prepared.follows.items():
             operation = self._plan.units[number].operation
-            group = groups.get(operation.to, ()) if isinstance(operation, Use) else ()
+            group = groups.get(operation.to, ()) if operation.uses_gradients else ()
             units = [self._plan.units[one] for one in group]
-            fetched = {variable for one in units if isinstance(one.operation, Fetch) for variable in one.outputs}
+            fetched = {variable for one in units if one.operation.reads for variable in one.outputs}
             if 0 < self._missing[number] == len(ordered & fetched):
                 self._missing[number] = -1
                 self._ready(number)

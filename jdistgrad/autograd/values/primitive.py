@@ -57,6 +57,16 @@ class Operation:
     title: ClassVar[str]
     follows_tag: ClassVar[bool] = False  # whether the first operand is the tag of a recorded call
 
+    # What the staged step needs to know.
+    records: Any = False  # whether the first output is such a tag
+    pulls: ClassVar[bool] = False  # whether it pulls cotangents through the recording
+    waits_for_nothing: Any = False  # whether others may wait for it in a bundle
+    reads: ClassVar[bool] = False  # whether it may depend on what other workers hold
+    uses_gradients: ClassVar[bool] = False  # whether it may change what other workers hold
+    waits_for_order: ClassVar[bool] = False  # whether it may wait for what it only follows
+    needs_context: Any = False
+    state: Any = None  # what identifies the state that it changes, or None
+
     def __str__(self) -> str:
         return self.title.format(self)
 
@@ -223,9 +233,8 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
 
 def _lowering(operation: Any) -> Any:
     """Note that JAX compiles an operation, and return where it is made; a use of gradients refuses."""
-    refusal = getattr(operation, "misplaced", None)
-    if refusal is not None:
-        raise refusal()
+    if operation.uses_gradients:
+        raise operation.misplaced()
     _compiled.set()
     return current.origin()
 

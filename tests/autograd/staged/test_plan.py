@@ -8,13 +8,13 @@ import numpy as np
 
 from jdistgrad.autograd.staged.equations import has_wire
 from jdistgrad.autograd.staged.plan import cut
-from jdistgrad.autograd.values.primitive import wire_p
+from jdistgrad.autograd.values.primitive import Operation, wire_p
 
 X = np.ones(3, np.float32)
 
 
 @dataclasses.dataclass(eq=False)
-class Doubling:
+class Doubling(Operation):
     name: str
 
     def shapes(self, operands):
