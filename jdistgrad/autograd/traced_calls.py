@@ -11,8 +11,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.autograd.callee.functions import Publishing, is_pure, pulled_back
+from jdistgrad.autograd.callee.functions import is_pure, pulled_back
 from jdistgrad.autograd.callee.orders import Orders, pulled
+from jdistgrad.autograd.callee.recording import CallStop
 from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call, where
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish, Take
@@ -57,10 +58,15 @@ class CallRemote(Call):
             tape.kept.append(claim)
         else:
             self.made.append(claim)
-        started = self.send(Publishing(self.function, claim.id), operands, lambda _: [])
+        numbers = *self.drawn(operands), claim.id
+        stop = CallStop(None, self.leaves(), self.lanes, publishes=True)
+        started = self.alone(stop, self.function, numbers, self.as_made(operands), lambda _: [])
         claim.add(WHOLE)
-        tag = [as_token(*from_token(one), claim.id) for one in started.known]
-        return dataclasses.replace(started, known=[*tag, NO_MARKS, as_token(claim.id)])
+        return started
+
+    def known(self, numbers: tuple[int, ...]) -> list[Any]:
+        tag = [as_token(*from_token(*super().known(numbers[:1])), numbers[-1])] if self.orders else []
+        return [*tag, NO_MARKS, as_token(numbers[-1])]
 
     def shapes(self, operands: Shapes) -> Shapes:
         super().shapes(operands)

@@ -7,8 +7,8 @@ from typing import Any
 
 import jax
 
+from jdistgrad.autograd.callee.functions import StateOfCall, changing_state, lost
 from jdistgrad.autograd.callee.pullbacks import pays
-from jdistgrad.autograd.callee.state import StateOfCall, changing_state, lost
 from jdistgrad.autograd.values.holes import is_array
 from jdistgrad.modules.blueprint import Blueprint
 from jdistgrad.rpc.fingerprints import fingerprint

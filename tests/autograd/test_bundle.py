@@ -12,7 +12,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad.autograd.callee.bundle import KEPT, Bundle, BundleRun, StopOutput
-from jdistgrad.autograd.callee.stops import CallStop, LinearStop
+from jdistgrad.autograd.callee.recording import CallStop, LinearStop
 from jdistgrad.autograd.values.holes import Hole, Layout
 from jdistgrad.rpc.by_value import Cached
 from jdistgrad.rpc.codec import PickleCodec

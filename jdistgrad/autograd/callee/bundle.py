@@ -6,13 +6,14 @@ one compiled function where possible, else stop by stop.
 
 import collections
 import concurrent.futures
+import copy
 import dataclasses
 import functools
 import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import numpy as np
@@ -30,20 +31,21 @@ from jdistgrad.wire.arrays import ArrayBlock
 KEPT = 64  # compiled forms per bundle; compiling does not pay if the functions change every time
 
 
-@dataclasses.dataclass(frozen=True)
 class Stop(ServedFunction):
     """What a worker does for one operation: a function of items, which are arrays, or other values of an eager call.
 
-    In a bundle, which is the same in every run, a stop has no function, numbers and place yet. ``numbers``: ids, for a
-    call and what follows it that of the message by which the recording is found. ``call``: in a bundle, the turn of the
-    stop that makes the recording that this one uses, if it is there.
+    Classes of stops are dataclasses of what is the same in every run of a step. Attributes of a run:
+
+      function: the function that the stop calls.
+      numbers: ids; for a call and what follows it, first that of the message by which the recording is found.
+      place: in the program's order.
     """
 
-    function: Any = dataclasses.field(default=None, kw_only=True)
-    numbers: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
-    place: Place = dataclasses.field(default=(), kw_only=True)
-    call: int | None = dataclasses.field(default=None, kw_only=True)
+    function: Any = None
+    numbers: tuple[int, ...] = ()
+    place: Place = ()
 
+    call: int | None = None  # in a bundle, the turn of the stop that makes the recording that this one uses, if there
     takes_numpy: ClassVar[bool] = False  # whether arrays of JAX need not be made for it
     follows: ClassVar[bool] = False  # whether it uses a recording
 
@@ -56,9 +58,10 @@ class Stop(ServedFunction):
         """Return whether it only computes, and the recording that it uses is not used again."""
         return False
 
-    @property
-    def recorded_as(self) -> int | None:
-        return self.numbers[0] if self.numbers else None
+    def of_run(self, function: Any, numbers: tuple[int, ...] = (), place: Place = ()) -> Self:
+        found = copy.copy(self)
+        found.function, found.numbers, found.place = function, numbers, place
+        return found
 
     def traced(self, turn: int, items: list[Any], recordings: dict[int | None, Any]) -> list[Any]:
         """Compute in a compiled bundle, where recordings are kept by the turns of their stops."""
@@ -166,8 +169,7 @@ def compiled_bundle(bundle: Bundle, functions: tuple[Any, ...]) -> Compiled:
         recordings: dict[int | None, Any] = {}
 
         def stop(turn: int, items: list[Any]) -> list[Any]:
-            one = dataclasses.replace(bundle.stops[turn], function=functions[turn])
-            return one.traced(turn, items, recordings)
+            return bundle.stops[turn].of_run(functions[turn]).traced(turn, items, recordings)
 
         return Outputs.of(bundle.walk(list(map(strong, items)), stop), items)
 
@@ -210,28 +212,30 @@ class BundleRun(ServedFunction):
         arrays = np.array(numbers, np.uint64), np.array(self._place, np.int64)
         return _arrived, (self.bundle, tuple(self._functions), *arrays)
 
+    @functools.cached_property
+    def stops(self) -> list[Stop]:
+        each = enumerate(zip(self.bundle.value.stops, self._functions, self._numbers, strict=True))
+        return [one.of_run(function, numbers, (*self._place, turn)) for turn, (one, function, numbers) in each]
+
     @property
     def label(self) -> str:
         """Return the name of the stop that is running, or of the whole bundle."""
         running = self._running
-        if running is not None:
-            return self._stop(running).label
-        names = [self._stop(turn).label for turn in range(len(self._functions))]
+        names = [one.label for one in (self.stops if running is None else self.stops[running : running + 1])]
         return ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
 
     @property
     def served_as(self) -> str:
-        return self._stop(0).served_as if len(self._functions) == 1 else super().served_as
+        return self.stops[0].served_as if len(self._functions) == 1 else super().served_as
 
     @property
     def recorded_as(self) -> int | None:
         """Return the message id of the only stop, or None if there are several stops or the stop has no id."""
-        return self._stop(0).recorded_as if len(self._functions) == 1 else None
+        return self.stops[0].recorded_as if len(self._functions) == 1 else None
 
     def failed(self, error: BaseException) -> None:
-        for function in self._functions:
-            if isinstance(function, ServedFunction):
-                function.failed(error)
+        for one in self.stops:
+            one.failed(error)
 
     def __call__(self, items: list[Any]) -> Any:
         bundle = self.bundle.value
@@ -259,7 +263,7 @@ class BundleRun(ServedFunction):
 
     def _run(self, turn: int, items: list[Any]) -> Any:
         self._running = turn
-        stop, since, failed = self._stop(turn), time.monotonic(), True
+        stop, since, failed = self.stops[turn], time.monotonic(), True
         try:
             if self.bundle.value.wanted is not None and not stop.takes_numpy:
                 items = list(map(strong, as_jax(items)))
@@ -273,14 +277,6 @@ class BundleRun(ServedFunction):
             if len(self._functions) > 1:
                 task_served(stop, current_worker().info, since, failed=failed)
 
-    def _stop(self, turn: int) -> Stop:
-        return dataclasses.replace(
-            self.bundle.value.stops[turn],
-            function=self._functions[turn],
-            numbers=self._numbers[turn],
-            place=(*self._place, turn),
-        )
-
 
 def _arrived(bundle: Cached[Bundle], functions: tuple[Any, ...], numbers: Any, place: Any) -> BundleRun:
     left = iter(numbers.tolist())
@@ -289,12 +285,10 @@ def _arrived(bundle: Cached[Bundle], functions: tuple[Any, ...], numbers: Any, p
 
 
 def send_alone(
-    to: int, stop: Stop, items: list[Any], timeout: float | None, numbers: tuple[int, ...]
+    to: int, stop: Stop, function: Any, numbers: tuple[int, ...], items: list[Any], timeout: float | None
 ) -> concurrent.futures.Future[Any]:
-    """Send a message with one stop, which may have its function; return a future of what the stop returns."""
-    function = stop.function
-    format = alone(stop if function is None else dataclasses.replace(stop, function=None))
-    run = BundleRun(format, (function,), (numbers,), next_place())
+    """Send a message with one stop; return a future of what the stop returns."""
+    run = BundleRun(alone(stop), (function,), (numbers,), next_place())
     return current_worker().rpc_async(to, run, (items,), {}, timeout)
 
 

@@ -1,12 +1,13 @@
-"""Contributions to gradients, which go to the owners of values, and the sums that the owners return."""
+"""The stops at the owners of values: reads, contributions to gradients, and their sums."""
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jdistgrad.autograd.callee.bundle import Stop, send_alone
 from jdistgrad.autograd.tape.ledger import AS_MADE, CONTRIBUTION, REFERENCE, TAKEN, Contribution, Marks, Target, total
@@ -17,15 +18,16 @@ from jdistgrad.autograd.values.holes import (
     changed_structure,
     has_gradient,
     is_array,
+    made,
     shape_of,
     split,
 )
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.rpc.functions import shown_as
+from jdistgrad.rpc.functions import describe, shown_as
 from jdistgrad.rpc.worker import current_worker
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
 class AddStop(Stop):
     """A contribution to the gradient of a target: the leaves that are there are its items.
 
@@ -37,7 +39,6 @@ class AddStop(Stop):
     there: tuple[bool, ...]
     label = "a contribution to a gradient"
     takes_numpy: ClassVar[bool] = True
-    recorded_as = None
 
     def __call__(self, items: list[Any]) -> list[Any]:
         (target, number, *place), rest = self.numbers, iter(items)
@@ -46,20 +47,93 @@ class AddStop(Stop):
         return []
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(unsafe_hash=True)
+class TakeStop(Stop):
+    """The sum of the contributions whose marks add up to its item, once all of them have come.
+
+    ``numbers``: the target's id, and one under which the tape remembers the contributions, for derivatives of the sum.
+    """
+
+    kind: str
+    lanes: tuple[int, ...]
+    label = "the sum of contributions to a gradient"
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        tape, (target, taken) = current_tape(lambda: "a gradient"), self.numbers
+        if taken not in tape.taken:
+            marks = np.asarray(items[0]).tolist()
+            tape.taken[taken] = tape.ledger.take(Target(self.kind, target), marks, self.lanes).result()
+        return total(tape.taken[taken], self.lanes)
+
+
+@dataclasses.dataclass(unsafe_hash=True)
 class ReadStop(Stop):
     """A read of the arrays of a value owned here, which has been made. ``numbers``: its id."""
 
     count: int
     label = "the fetch of a reference's value"
     takes_numpy: ClassVar[bool] = True
-    recorded_as = None
 
     def __call__(self, items: list[Any]) -> list[Any]:
         arrays = arrays_of(current_worker().references.owned.value(self.numbers[0]).result())
         if len(arrays) != self.count:
             raise changed_structure(len(arrays), self.count)
         return arrays
+
+
+@dataclasses.dataclass(unsafe_hash=True)
+class UseStop(Stop):
+    """A function of the gradients of some values, which waits until all contributions to them have come.
+
+    Items: for each value the marks of these contributions, in parts to be added up; then other arguments of the
+    function. The contributions stay in the ledger.
+
+    ``uses``: the function, which is one of this package. ``references``: their ids. ``values``: their names.
+    """
+
+    uses: Any
+    references: tuple[int, ...]
+    values: tuple[str, ...]
+    parts: tuple[int, ...]
+    takes_numpy: ClassVar[bool] = True
+
+    @property
+    def label(self) -> str:
+        return describe(self.uses)
+
+    def __call__(self, items: list[Any]) -> list[Any]:
+        ledger, items, count = current_tape(lambda: self.label).ledger, made(items), sum(self.parts)
+        targets = zip(self.references, self.summed(items[:count]), strict=True)
+        futures = [ledger.take(Target(REFERENCE, reference), mine, keep=True) for reference, mine in targets]
+        seconds = current_worker().timeout / 2  # not as long as the caller waits for this answer
+        try:
+            gradients = [total(future.result(seconds)) for future in futures]
+        except concurrent.futures.TimeoutError as error:
+            raise DifferentiationError(
+                f"{self.label} has waited {seconds:g} s for contributions that {', '.join(self.values)} did not get. "
+                f"{AS_MADE}"
+            ) from error
+        return [self.uses(gradients, *items[count:])]
+
+    def summed(self, marks: Sequence[Any]) -> list[Marks]:
+        """Return the sum of the marks of each value. Raises DifferentiationError for a value without contributions."""
+        rest, found = iter(marks), list[Marks]()
+        for value, count in zip(self.values, self.parts, strict=True):
+            each = [np.asarray(next(rest)).tolist() for _ in range(count)]
+            mine = tuple(each[0] if len(each) == 1 else map(sum, zip(*each, strict=True)))
+            if not all(part >= 0 and part == int(part) for part in mine):
+                why = f"{self.label}: this is not the gradient of {value} as it was made. {AS_MADE}"
+                raise DifferentiationError(why)
+            found.append(mine)
+        missing = [value for value, mine in zip(self.values, found, strict=True) if not mine[0]]
+        if missing:
+            raise DifferentiationError(
+                f"{self.label} has no gradient of {', '.join(missing)}: what was differentiated does not depend on it. "
+                "Use it there, or leave the reference out. If it is used as a part of another value, which holds the "
+                "reference, step with the context: optimizer.step(ctx).",
+                missing=missing,
+            )
+        return found
 
 
 def contribute(owner: int, kind: str, identifier: int, contribution: Contribution) -> None:
@@ -70,7 +144,7 @@ def contribute(owner: int, kind: str, identifier: int, contribution: Contributio
     numbers = noted_contribution(owner, identifier, contribution.number, contribution.place)
     there = tuple(one is not None for one in contribution.leaves)
     items = [one for one in contribution.leaves if one is not None]
-    send_alone(owner, AddStop(kind, contribution.lanes, there), items, None, numbers).result()
+    send_alone(owner, AddStop(kind, contribution.lanes, there), None, numbers, items, None).result()
 
 
 def noted_contribution(owner: int, identifier: int, number: int, place: Place) -> tuple[int, ...]:
@@ -87,40 +161,6 @@ def accept(kind: str, identifier: int, contribution: Contribution) -> None:
         targets = [Target(CONTRIBUTION, one.number) for one in tape.taken[identifier]]
     for target in targets:
         tape.ledger.put(target, contribution)
-
-
-def take(
-    kind: str, identifier: int, marks: tuple[float, ...], lanes: tuple[int, ...], taken: int
-) -> concurrent.futures.Future[Any]:
-    """Return a future of the sum of the contributions whose marks add up to ``marks``, done once all of them have come.
-
-    Arguments:
-      taken: the id under which the tape remembers the contributions, for derivatives of their sum.
-    """
-    tape = current_tape(lambda: "a gradient")
-    if taken in tape.taken:
-        summed: concurrent.futures.Future[Any] = concurrent.futures.Future()
-        summed.set_result(total(tape.taken[taken], lanes))
-        return summed
-
-    def add_up(contributions: list[Contribution]) -> list[Any]:
-        tape.taken[taken] = contributions
-        return total(contributions, lanes)
-
-    return _then(tape.ledger.take(Target(kind, identifier), marks, lanes), add_up)
-
-
-def _then(future: concurrent.futures.Future[Any], function: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
-    made: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def make(done: concurrent.futures.Future[Any]) -> None:
-        try:
-            made.set_result(function(done.result()))
-        except BaseException as error:
-            made.set_exception(error)
-
-    future.add_done_callback(make)
-    return made
 
 
 @shown_as("the fetch of a reference's gradient")
@@ -160,8 +200,3 @@ def or_zero(leaf: Any, array: Any) -> Any:
 def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:
     layout, arrays = split(rref.local_value(), is_array)
     return layout, [shape_of(one) for one in arrays]
-
-
-def arrays_of_value(identifier: int) -> concurrent.futures.Future[Any]:
-    """Return a future of the arrays of a value owned here, done once the value has been made."""
-    return _then(current_worker().references.owned.value(identifier), arrays_of)

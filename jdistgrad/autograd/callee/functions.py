@@ -1,19 +1,19 @@
-"""Functions derived from functions, run by the callee: pullbacks, batched and publishing functions.
+"""Functions derived from functions, run by the callee: pullbacks, batched functions, shapes. And functions with state.
 
 Each of them can itself be called, recorded and differentiated, which gives derivatives of any order.
 """
 
+import contextlib
 import dataclasses
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from jdistgrad._compat import MODULES_OF_FUNCTIONS, static_arguments
 from jdistgrad.autograd.callee.orders import Orders, differentiated, explained, named_among, pulled, transposed
-from jdistgrad.autograd.callee.state import state_among, with_state, with_state_of
-from jdistgrad.autograd.tape.tape import replaying
+from jdistgrad.autograd.tape.tape import current_tape, replaying
 from jdistgrad.autograd.values.holes import (
     Hole,
     Layout,
@@ -23,19 +23,18 @@ from jdistgrad.autograd.values.holes import (
     is_differentiable,
     split,
 )
-from jdistgrad.autograd.values.typed import Around, ArraysOf, MadeOf, Typed
+from jdistgrad.autograd.values.typed import Around, MadeOf, Typed
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
-from jdistgrad.rpc.functions import JITTED, ServedFunction, describe
+from jdistgrad.rpc.functions import JITTED, Args, ServedFunction, describe
 from jdistgrad.rpc.futures import answer_of
-from jdistgrad.rpc.handles import NO_MARKS
-from jdistgrad.rpc.owned import Owned
-from jdistgrad.rpc.rref import RRef
+from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.server import with_values
 from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import check_kept
+from jdistgrad.wire.message import from_token
 
 # What jax.jit does with an argument: takes it as a part of the program, as it was told; traces it; or never sees it.
 STATIC, TRACED, OTHER = "static", "traced", "other"
@@ -217,34 +216,7 @@ class BatchedOf(Around):
 
 
 # What has the derivatives of another function, or calls it in another way.
-MADE_OF_ANOTHER = PullbackOf | PushforwardOf | BatchedOf | Typed | ArraysOf
-
-
-@dataclasses.dataclass(frozen=True)
-class Publishing(Around):
-    """A function whose result stays on the worker that runs it, under an id that the caller has chosen."""
-
-    id: int
-    _announced: list[Owned] = dataclasses.field(default_factory=list, compare=False)
-
-    def owned(self) -> Owned:
-        """Announce the value on the first call; return the entry with the promise of the value."""
-        if not self._announced:
-            self._announced.append(current_worker().references.announce(self.id))
-        return self._announced[0]
-
-    def failed(self, error: BaseException) -> None:
-        """Fail the value, so that nothing waits for it: the call has failed, perhaps before the function ran."""
-        promise = self.owned().value
-        if not promise.done():
-            promise.set_exception(error)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        owned, value = self.owned(), answer_of(self.function(*args, **kwargs))
-        if any(is_traced(leaf) for leaf in trees.leaves(value)):
-            raise DifferentiationError("remote inside jax.vmap: a reference is one value, not a batch of them.")
-        owned.value.set_result(value)
-        return NO_MARKS
+MADE_OF_ANOTHER = PullbackOf | PushforwardOf | BatchedOf | Typed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,3 +265,90 @@ def own_parts(value: Any) -> list[bool]:
     """Return which parts of a value's gradient belong to its float arrays, and not to references that it holds."""
     layout, _ = split(value, has_gradient)
     return [isinstance(hole, Hole) for hole in layout.holes()]
+
+
+# State that a function changes where it runs: batch statistics, counters of random generators. State is a value that
+# its owner keeps under a reference, which is an argument of the function. JAX may trace the function, more than once
+# even. So a traced run gets the state in a StateOfCall and leaves the new state there. The new state is stored when the
+# call has run.
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class StateOfCall:
+    """The state that a call starts from, and the state that the call leaves (None: the same)."""
+
+    value: Any
+    left: Any = None
+
+
+jax.tree_util.register_pytree_node(StateOfCall, lambda one: ((one.value,), None), lambda _, of: StateOfCall(*of))
+trees.OPAQUE.add(StateOfCall)  # the object that the function gets is the one that is read afterwards
+
+
+def state_argument(function: Any) -> int | None:
+    """Return the number of the argument that refers to state which a function changes, or None."""
+    while isinstance(function, ServedFunction) and function.same_arguments_as is not None:
+        function = function.same_arguments_as
+    return function.state_argument if isinstance(function, ServedFunction) else None
+
+
+def state_among(function: Any, args: Args) -> StateOfCall | None:
+    """Return the state that a function which runs in a trace has been given."""
+    number = state_argument(function)
+    return args[number] if number is not None and isinstance(args[number], StateOfCall) else None
+
+
+def with_state(function: Any, args: Args) -> Args:
+    """Return the arguments with the present state, for a run that stores nothing."""
+    reference = _reference(function, args)
+    return args if reference is None else _replaced(function, args, StateOfCall(reference.to_here()))
+
+
+def with_state_of(tag: Any, function: Any, args: Args) -> Args:
+    """Return the arguments with the state that a recorded call started from, to run the call again."""
+    if _reference(function, args) is None or isinstance(tag, jax.core.Tracer):
+        return with_state(function, args)
+    recording = current_tape(lambda: describe(function)).find(from_token(tag)[1], last=False).derived
+    return _replaced(function, args, StateOfCall(recording.state))
+
+
+@contextlib.contextmanager
+def changing_state(function: Any, args: Args) -> Iterator[tuple[Args, StateOfCall | None]]:
+    """Give a block the arguments with the present state, and store the state that the block leaves there.
+
+    Calls that change one state take turns. If the block raises an exception, nothing is stored.
+    """
+    reference = _reference(function, args)
+    if reference is None:
+        yield args, None
+        return
+    owned = current_worker().references.owned
+    with owned.lock(reference.id):
+        state = StateOfCall(reference.to_here())
+        yield _replaced(function, args, state), state
+        if state.left is not None:
+            if not reference.is_owner():
+                raise lost(function)
+            owned.replace(reference.id, state.left)
+
+
+def lost(function: Any) -> TypeError:
+    """Return the error for a call that changes state which is not on the worker that it runs on."""
+    return TypeError(
+        f"{describe(function)} changes state (batch statistics, random generators) which lives on another worker, so "
+        "the change would be lost. Call the module itself, which runs where its state is, or call it in eval mode."
+    )
+
+
+def _reference(function: Any, args: Args) -> RRef[Any] | None:
+    number = state_argument(function)
+    argument = None if number is None else args[number]
+    while isinstance(argument, ByReference):
+        argument = argument.rref
+    return argument if isinstance(argument, RRef) else None
+
+
+def _replaced(function: Any, args: Args, state: StateOfCall) -> Args:
+    number = state_argument(function)
+    assert number is not None
+    return *args[:number], state, *args[number + 1 :]

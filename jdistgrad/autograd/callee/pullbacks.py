@@ -12,14 +12,15 @@ from jax.interpreters import ad
 from jdistgrad.autograd.callee.functions import (
     STATIC,
     TRACED,
+    changing_state,
     differentiable_arrays,
     handled_by_jit,
     is_pure,
     made_of,
     nothing_hidden,
+    state_among,
 )
 from jdistgrad.autograd.callee.orders import Orders, Outputs, differentiated, explained, pulled, transposed
-from jdistgrad.autograd.callee.state import changing_state, state_among
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, made, split
 from jdistgrad.rpc.functions import JITTED, Args
 from jdistgrad.rpc.futures import answer_of

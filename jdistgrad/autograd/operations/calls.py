@@ -10,17 +10,14 @@ from typing import Any, ClassVar
 
 import jax
 
-from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, ShapesOf, is_pure
+from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, ShapesOf, is_pure, state_argument
 from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.pullbacks import Map
-from jdistgrad.autograd.callee.recording import Lane
-from jdistgrad.autograd.callee.state import state_argument
-from jdistgrad.autograd.callee.stops import CallStop, LinearStop
+from jdistgrad.autograd.callee.recording import CallStop, Lane, LinearStop
 from jdistgrad.autograd.operations.messages import Crossing
 from jdistgrad.autograd.tape.tape import Link, current_tape, next_message, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand, ReferenceHole, Results, is_differentiable
 from jdistgrad.autograd.values.primitive import TAG_SHAPE, TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
-from jdistgrad.autograd.values.typed import ArraysOf
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope, within
@@ -67,16 +64,16 @@ class Call(Crossing):
         return dataclasses.replace(self, arguments=arguments)
 
     def start(self, operands: Sequence[Any]) -> Started:
-        plain = self.results.have_keys
-        function = ArraysOf(self.function) if plain else self.function
-        finish = self.results.arrived if plain else self.results.flatten
-        return self.send(function, operands, finish)
+        """Send the call as it is made: mostly the structure of its result is known from the answer only."""
+        results = self.results
+        count, finish = (len(results.shapes), results.arrived) if results.have_keys else (None, results.flatten)
+        stop = CallStop(None, self.leaves(), self.lanes, count)
+        return self.alone(stop, self.function, self.drawn(operands), self.as_made(operands), finish)
 
-    def send(self, function: Any, operands: Sequence[Any], finish: Callable[[Any], list[Any]]) -> Started:
-        """Send the call as it is made: the structure of its result is known from the answer only."""
+    def as_made(self, operands: Sequence[Any]) -> list[Any]:
+        """Return the arguments, and the keyword arguments if there are some."""
         args, kwargs = self.arguments.fill(operands)
-        stop = CallStop(orders=self.leaves(), lanes=self.lanes, function=function)
-        return self.alone(operands, stop, [args, kwargs] if kwargs else [args], finish)
+        return [args, kwargs] if kwargs else [args]
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         return (next_message(),) if self.orders else ()
@@ -103,7 +100,9 @@ class Call(Crossing):
         known = self.results.known
         return known is not None and not known[0].has_references
 
-    def link(self, numbers: tuple[int, ...], by: int | None) -> Link:
+    def link(self, numbers: tuple[int, ...], by: int | None) -> Link | None:
+        if not self.orders:
+            return None
         return Link(numbers[0], current_worker().rank, self.to, describe(self.function), caused_by=by)
 
     def leaves(self) -> Orders:
@@ -209,7 +208,8 @@ class Linear(Crossing):
     def start(self, operands: Sequence[Any]) -> Started:
         context, *_ = from_token(operands[0])
         with within(current_worker().scopes.find(context)):
-            return self.alone(operands, self.stop(), list(operands[len(operands) - self.inputs :]), list)
+            inputs = list(operands[len(operands) - self.inputs :])
+            return self.alone(self.stop(), None, self.drawn(operands), inputs, list)
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         if message is None:

@@ -61,13 +61,12 @@ class Crossing(Operation):
         return arrays
 
     def alone(
-        self, operands: Sequence[Any], stop: Stop, items: list[Any], finish: Callable[[Any], list[Any]]
+        self, stop: Stop, function: Any, numbers: tuple[int, ...], items: list[Any], finish: Callable[[Any], list[Any]]
     ) -> Started:
-        """Send a message with this stop alone. What the stop returns is finished by ``finish``."""
-        numbers = self.drawn(operands)
+        """Send a message with one stop. What the stop returns is finished by ``finish``."""
         if numbers and (link := self.link(numbers, cause())):
             current_tape(lambda: str(self)).links.append(link)
-        future = send_alone(self.to, stop, items, self.patience(current_worker().timeout), numbers=numbers)
+        future = send_alone(self.to, stop, function, numbers, items, self.patience(current_worker().timeout))
         return Started(future, finish, self.known(numbers))
 
 
@@ -108,7 +107,7 @@ class BundleCall(Operation):
         for operation, mine in self.members:
             stop = operation.stop()
             if stop.follows and isinstance(tag := mine[0], StopOutput):
-                stop = dataclasses.replace(stop, call=tag.turn)
+                stop.call = tag.turn
             stops.append(stop)
             sources.append([])
             for item in operation.items():

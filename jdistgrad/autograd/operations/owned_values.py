@@ -15,9 +15,8 @@ import numpy as np
 from jdistgrad.autograd.callee.contributions import (
     AddStop,
     ReadStop,
-    arrays_of_value,
+    TakeStop,
     noted_contribution,
-    take,
     value_layout,
 )
 from jdistgrad.autograd.operations.messages import Crossing
@@ -56,9 +55,7 @@ class Fetch(Crossing):
             return self.results.flatten(value)
 
         if self.results.have_keys and isinstance(rref._claim, Claim):
-            owner = rref._claim.owner
-            arrays = current_worker().rpc_async(owner, arrays_of_value, (rref.id,), {}, self.timeout)
-            return Started(arrays, self.results.arrived)
+            return self.alone(self.stop(), None, (rref.id,), [], self.results.arrived)
         return Started(rref.value_future(self.timeout), finish)
 
     def at_once(self, operands: Sequence[Any]) -> Any:
@@ -72,6 +69,9 @@ class Fetch(Crossing):
 
     def items(self) -> list[Any]:
         return []
+
+    def patience(self, default: float) -> float:
+        return default if self.timeout is None else self.timeout
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         claim = reference_of(self.reference, operands)._claim
@@ -129,9 +129,9 @@ class Put(Crossing):
     def start(self, operands: Sequence[Any]) -> Started:
         stop, leaves = self.stop(), list(operands[1:])
         if self.to != current_worker().rank:
-            return self.alone(operands, stop, leaves, list)
+            return self.alone(stop, None, self.drawn(operands), leaves, list)
         numbers = self.drawn(operands)
-        dataclasses.replace(stop, numbers=numbers)(leaves)
+        stop.of_run(None, numbers)(leaves)
         return done(self.known(numbers))
 
     def at_once(self, operands: Sequence[Any]) -> Any:
@@ -159,31 +159,32 @@ class Put(Crossing):
 
 
 @dataclasses.dataclass(eq=False)
-class Take(Operation):
+class Take(Crossing):
     """The sum of the contributions to a target.
 
     Operands: the handle, whose marks identify the contributions, and the target's token. Outputs: the wanted leaves of
     the sum, and the token of the sum.
     """
 
-    owner: int
+    to: int
     kind: str
     wanted: tuple[int, ...]
     count: int  # the number of leaves in all
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes of the wanted leaves
     lanes: tuple[int, ...] = ()
-    title = "for the sum of contributions on rank {0.owner}"
+    title = "for the sum of contributions on rank {0.to}"
+    function, where = None, ""
 
     def start(self, operands: Sequence[Any]) -> Started:
         (identifier,), taken = from_token(operands[1]), next_number()
-        marks, *others = map(tuple, np.reshape(operands[0], (-1, *NO_MARKS.shape)).tolist())
-        if any(one != marks for one in others):  # contributions count for all lanes: the owner would wait for ever
+        marks, *others = np.reshape(operands[0], (-1, *NO_MARKS.shape))
+        if any(
+            np.any(one != marks) for one in others
+        ):  # contributions count for all lanes: the owner would wait for ever
             raise DifferentiationError(
                 f"no derivative is known {self} row by row, as jax.jacrev asks of a function that returns the "
                 "gradient of a reference. Differentiate a copy of the value, rref.to_here()."
             )
-        worker, args = current_worker(), (self.kind, identifier, marks, self.lanes, taken)
-        future = take(*args) if self.owner == worker.rank else worker.rpc_async(self.owner, take, args, {}, None)
 
         def finish(leaves: list[Any]) -> list[Any]:
             found = leaves or [None] * self.count  # empty if there are no contributions
@@ -193,7 +194,7 @@ class Take(Operation):
                     wanted[k] = np.zeros(self.lanes + shape.shape, shape.dtype)
             return [*as_jax(wanted), as_token(taken)]
 
-        return Started(future, finish)
+        return self.alone(TakeStop(self.kind, self.lanes), None, (identifier, taken), [marks], finish)
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [*(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves), TOKEN_SHAPE]

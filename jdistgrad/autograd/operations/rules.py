@@ -211,7 +211,7 @@ def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
         return outputs, outputs[-1]
 
     def backward(token: Any, cotangents: Any) -> Any:
-        return _put_back(operation.owner, TAKEN, token, cotangents[:-1], operation), None
+        return _put_back(operation.to, TAKEN, token, cotangents[:-1], operation), None
 
     return with_pullback(operation, forward, backward)
 

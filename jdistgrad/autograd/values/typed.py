@@ -12,11 +12,10 @@ from typing import Any, ClassVar
 import jax
 
 from jdistgrad._compat import weakly_typed
-from jdistgrad.autograd.values.holes import arrays_of, is_key
+from jdistgrad.autograd.values.holes import is_key
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.fingerprints import equals_only_alike
 from jdistgrad.rpc.functions import ServedFunction, describe
-from jdistgrad.rpc.futures import answer_of
 from jdistgrad.wire.arrays import as_jax_array
 
 WEAK, ARRAY = "weak", "array"
@@ -106,11 +105,3 @@ def plain(function: Any, args: Any, kwargs: Any, *, arrays: bool) -> tuple[Any, 
 
     args, kwargs = trees.map_leaves(change, (args, kwargs))
     return typed(function, tuple(types)) if types else function, args, kwargs
-
-
-@dataclasses.dataclass(frozen=True)
-class ArraysOf(Around):
-    """A function that returns only the arrays of its result, with random keys as their key data."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
-        return arrays_of(answer_of(self.function(*args, **kwargs)))
