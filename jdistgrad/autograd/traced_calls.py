@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jdistgrad.autograd.callee.functions import is_pure, pulled_back
-from jdistgrad.autograd.callee.orders import Orders, pulled
+from jdistgrad.autograd.callee.derivatives import Orders, pulled
+from jdistgrad.autograd.callee.functions import MadeOf, is_pure, plain, pulled_back
 from jdistgrad.autograd.callee.recording import CallStop
 from jdistgrad.autograd.operations import rules
 from jdistgrad.autograd.operations.calls import Call, where
@@ -21,7 +21,6 @@ from jdistgrad.autograd.tape.ledger import REFERENCE
 from jdistgrad.autograd.tape.tape import current_tape, replaying
 from jdistgrad.autograd.values.holes import Layout, Results, is_array, operands_of, split
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Operation, Shapes, Started
-from jdistgrad.autograd.values.typed import MadeOf, plain
 from jdistgrad.rpc import traced_hook, trees
 from jdistgrad.rpc.claims import StandIn
 from jdistgrad.rpc.functions import Args, Kwargs, describe
@@ -92,7 +91,7 @@ class PullbackAtOwner(MadeOf):
         numbers = tuple(range(len(shapes)))
         gradient = Take(current_worker().rank, REFERENCE, numbers, len(shapes), shapes)
         with replaying(number):
-            *cotangents, _ = rules.take(gradient)(handle, tag[4:])
+            _, *cotangents = rules.take(gradient)(handle, tag[4:])
             return pulled(pullback, cotangents)
 
 

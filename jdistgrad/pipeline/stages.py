@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.autograd.callee.orders import Outputs, explained
+from jdistgrad.autograd.callee.derivatives import Outputs, explained
 from jdistgrad.autograd.values.holes import can_be_traced, is_differentiable, strong
 from jdistgrad.collectives.descriptions import Enclosed, opened
 from jdistgrad.data_parallel.segments import Segmented

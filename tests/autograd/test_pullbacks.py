@@ -11,10 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, handled_by_jit
+from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, Typed, handled_by_jit
 from jdistgrad.autograd.callee.pullbacks import _compiled_for, differentiate
 from jdistgrad.autograd.values.holes import split
-from jdistgrad.autograd.values.typed import Typed
 from jdistgrad.rpc.functions import ServedFunction
 from jdistgrad.wire.polling import poll
 

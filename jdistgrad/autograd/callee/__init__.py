@@ -1,4 +1,1 @@
-"""The callee's side: functions are recorded and pulled back, and a bundle may run as one compiled function.
-
-Uses tape and values. Operations choose the functions that run here, and send them.
-"""
+"""What runs where a message arrives: its stops, recorded functions and their pullbacks, gradients of values."""

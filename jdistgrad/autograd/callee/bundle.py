@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import jax
 import numpy as np
 
-from jdistgrad.autograd.callee.orders import Outputs
+from jdistgrad.autograd.callee.derivatives import Outputs
 from jdistgrad.autograd.tape.tape import Place, answer, current_tape, next_message, next_place
 from jdistgrad.autograd.values.holes import Uniform, as_jax, strong
 from jdistgrad.autograd.values.primitive import has_wire
@@ -48,15 +48,12 @@ class Stop(ServedFunction):
     call: int | None = None  # in a bundle, the turn of the stop that makes the recording that this one uses, if there
     takes_numpy: ClassVar[bool] = False  # whether arrays of JAX need not be made for it
     follows: ClassVar[bool] = False  # whether it uses a recording
+    records: Any = False  # whether it makes one
+    is_closed: Any = False  # whether it only computes, and the recording that it uses is not used again
 
     @property
-    def records(self) -> bool:
-        return False
-
-    @property
-    def is_closed(self) -> bool:
-        """Return whether it only computes, and the recording that it uses is not used again."""
-        return False
+    def recorded_as(self) -> int | None:
+        return self.numbers[0] if self.records or self.follows else None
 
     def of_run(self, function: Any, numbers: tuple[int, ...] = (), place: Place = ()) -> Self:
         found = copy.copy(self)

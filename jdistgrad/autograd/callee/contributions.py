@@ -24,6 +24,7 @@ from jdistgrad.autograd.values.holes import (
 )
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import describe, shown_as
+from jdistgrad.rpc.handles import NO_MARKS
 from jdistgrad.rpc.worker import current_worker
 
 
@@ -61,7 +62,7 @@ class TakeStop(Stop):
     def __call__(self, items: list[Any]) -> list[Any]:
         tape, (target, taken) = current_tape(lambda: "a gradient"), self.numbers
         if taken not in tape.taken:
-            marks = np.asarray(items[0]).tolist()
+            marks = np.reshape(items[0], (-1, *NO_MARKS.shape))[0].tolist()  # the same in all lanes
             tape.taken[taken] = tape.ledger.take(Target(self.kind, target), marks, self.lanes).result()
         return total(tape.taken[taken], self.lanes)
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from jax.interpreters import ad
 
+from jdistgrad.autograd.callee.derivatives import Orders, Outputs, differentiated, explained, pulled, transposed
 from jdistgrad.autograd.callee.functions import (
     STATIC,
     TRACED,
@@ -20,7 +21,6 @@ from jdistgrad.autograd.callee.functions import (
     nothing_hidden,
     state_among,
 )
-from jdistgrad.autograd.callee.orders import Orders, Outputs, differentiated, explained, pulled, transposed
 from jdistgrad.autograd.values.holes import Hole, Layout, is_array, made, split
 from jdistgrad.rpc.functions import JITTED, Args
 from jdistgrad.rpc.futures import answer_of
@@ -145,7 +145,7 @@ class Compiled:
         return result, left, pullbacks
 
 
-class Programs:
+class CompiledForms:
     """What has been compiled for functions, and for which values of non-array arguments, by function and kinds."""
 
     def __init__(self, of: Any, most: int):
@@ -157,11 +157,11 @@ class Programs:
         return type(None), ()  # stays here when the function that keeps it is sent
 
 
-_all_others = Programs(Programs, 1024)
+_all_others = CompiledForms(CompiledForms, 1024)
 KEPT_AS = "_jdistgrad_programs"
 
 
-def _programs_for(function: Any) -> Programs:
+def _programs_for(function: Any) -> CompiledForms:
     """Return what has been compiled for a function.
 
     A jitted function keeps its own, as it may close over much: a table of ours would keep that when the user has
@@ -172,7 +172,7 @@ def _programs_for(function: Any) -> Programs:
         return _all_others
     found = vars(function).get(KEPT_AS)
     if found is None or found.of() is not function:  # functools.wraps copies what a function keeps
-        found = vars(function)[KEPT_AS] = Programs(function, 64)
+        found = vars(function)[KEPT_AS] = CompiledForms(function, 64)
     return found
 
 

@@ -15,8 +15,8 @@ import numpy as np
 from jdistgrad import events
 from jdistgrad.autograd.callee.bundle import Stop
 from jdistgrad.autograd.callee.contributions import contribute
+from jdistgrad.autograd.callee.derivatives import Orders, named_among
 from jdistgrad.autograd.callee.functions import state_argument
-from jdistgrad.autograd.callee.orders import Orders, named_among
 from jdistgrad.autograd.callee.pullbacks import Map, differentiate
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Target, mark, total
 from jdistgrad.autograd.tape.tape import answer, current_tape, next_message, next_place, note_fetched, serving
@@ -61,17 +61,12 @@ class CallStop(Stop):
     references: bool = False
     publishes: bool = False
 
+    def __post_init__(self) -> None:
+        self.records, self.is_closed = bool(self.orders), not self.references
+
     @property
     def label(self) -> str:
         return describe(self.function)
-
-    @property
-    def records(self) -> bool:
-        return bool(self.orders)
-
-    @property
-    def is_closed(self) -> bool:
-        return not self.references
 
     @functools.cached_property
     def owned(self) -> Owned:
@@ -121,11 +116,8 @@ class CallStop(Stop):
             for order in self.orders
         ]
         promise = self.owned.value if self.publishes else None
-        orders, has_references = (
-            named_among(leaf_of, self.orders),
-            references > (state_argument(self.function) is not None),
-        )
-        self.derived = differentiate(self.function, layout, operands, orders, references=has_references)
+        orders, hidden = named_among(leaf_of, self.orders), references > (state_argument(self.function) is not None)
+        self.derived = differentiate(self.function, layout, operands, orders, references=hidden)
         if promise is None:
             return self.derived.result  # it is kept: the caller may count on the references in it
         promise.set_result(self.derived.result)
@@ -192,16 +184,11 @@ class LinearStop(Stop):
     maps: tuple[Map, ...]
     last: bool = False
     call: int | None = None
+    follows: ClassVar[bool] = True
 
     @property
     def label(self) -> str:
         return f"the {'tangents' if self.live is None else 'pullback'} of {self.what}"
-
-    follows: ClassVar[bool] = True
-
-    @property
-    def recorded_as(self) -> int | None:
-        return self.numbers[0]
 
     @property
     def served_as(self) -> str:

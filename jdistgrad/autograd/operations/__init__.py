@@ -1,4 +1,1 @@
-"""The operations that cross the wire (call, pull, fetch, publish, put, take) and their derivative rules.
-
-Uses callee, tape and values. Used by traced calls and by the staged step.
-"""
+"""The operations that cross the wire, on the caller's side, and their derivative rules."""

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import jax
 
+from jdistgrad.autograd.callee.derivatives import Orders
 from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, ShapesOf, is_pure, state_argument
-from jdistgrad.autograd.callee.orders import Orders
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import CallStop, Lane, LinearStop
 from jdistgrad.autograd.operations.messages import Crossing
@@ -115,9 +115,6 @@ class Call(Crossing):
     def items(self) -> list[Any]:
         return self.arguments.items()
 
-    def patience(self, default: float) -> float:
-        return default if self.timeout is None else self.timeout
-
     @property
     def state(self) -> Any:
         """Return what identifies the state that the function changes, or None."""
@@ -208,8 +205,7 @@ class Linear(Crossing):
     def start(self, operands: Sequence[Any]) -> Started:
         context, *_ = from_token(operands[0])
         with within(current_worker().scopes.find(context)):
-            inputs = list(operands[len(operands) - self.inputs :])
-            return self.alone(self.stop(), None, self.drawn(operands), inputs, list)
+            return super().start(self.needed(operands))
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         if message is None:

@@ -23,12 +23,14 @@ class Crossing(Operation):
       function: the function that the stop calls, or None.
       first: how many outputs are known before the answer.
       where: the place of the operation in the user's program, for errors.
+      timeout: that of the operation in seconds, None for the world's.
     """
 
     to: int
     function: Any
     where: str
     first: Any = 0
+    timeout: float | None = None
 
     def stop(self) -> Stop:
         """Return the stop, as far as it is the same in every run of a step."""
@@ -36,14 +38,14 @@ class Crossing(Operation):
 
     def items(self) -> list[Any]:
         """Return what the stop is called with: an Operand for what is made of operands, other things as they are."""
-        raise NotImplementedError
+        return []
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         """Return the numbers of the stop in this run.
 
         ``message``: that of the recording that the operation uses, if the same bundle makes it.
         """
-        raise NotImplementedError
+        return ()
 
     def known(self, numbers: tuple[int, ...]) -> list[Any]:
         """Return the outputs that are known before the answer."""
@@ -54,11 +56,15 @@ class Crossing(Operation):
         return None
 
     def patience(self, default: float) -> float:
-        return default
+        return default if self.timeout is None else self.timeout
 
     def finish(self, arrays: list[Any]) -> list[Any]:
         """Return the other outputs, given the arrays that the stop returns in a bundle."""
         return arrays
+
+    def start(self, operands: Sequence[Any]) -> Started:
+        items = [one.of(operands) if isinstance(one, Operand) else one for one in self.items()]
+        return self.alone(self.stop(), self.function, self.drawn(operands), items, self.finish)
 
     def alone(
         self, stop: Stop, function: Any, numbers: tuple[int, ...], items: list[Any], finish: Callable[[Any], list[Any]]

@@ -67,12 +67,6 @@ class Fetch(Crossing):
     def stop(self) -> ReadStop:
         return ReadStop(len(self.results.shapes))
 
-    def items(self) -> list[Any]:
-        return []
-
-    def patience(self, default: float) -> float:
-        return default if self.timeout is None else self.timeout
-
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         claim = reference_of(self.reference, operands)._claim
         if self.recorded:
@@ -127,11 +121,10 @@ class Put(Crossing):
     function, where, first = None, "", 2
 
     def start(self, operands: Sequence[Any]) -> Started:
-        stop, leaves = self.stop(), list(operands[1:])
         if self.to != current_worker().rank:
-            return self.alone(stop, None, self.drawn(operands), leaves, list)
+            return super().start(operands)
         numbers = self.drawn(operands)
-        stop.of_run(None, numbers)(leaves)
+        self.stop().of_run(None, numbers)(list(operands[1:]))
         return done(self.known(numbers))
 
     def at_once(self, operands: Sequence[Any]) -> Any:
@@ -162,8 +155,8 @@ class Put(Crossing):
 class Take(Crossing):
     """The sum of the contributions to a target.
 
-    Operands: the handle, whose marks identify the contributions, and the target's token. Outputs: the wanted leaves of
-    the sum, and the token of the sum.
+    Operands: the handle, whose marks identify the contributions, and the target's token. Outputs: the token of the sum,
+    and its wanted leaves.
     """
 
     to: int
@@ -173,31 +166,34 @@ class Take(Crossing):
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes of the wanted leaves
     lanes: tuple[int, ...] = ()
     title = "for the sum of contributions on rank {0.to}"
-    function, where = None, ""
+    function, where, first = None, "", 1
 
-    def start(self, operands: Sequence[Any]) -> Started:
-        (identifier,), taken = from_token(operands[1]), next_number()
+    def stop(self) -> TakeStop:
+        return TakeStop(self.kind, self.lanes)
+
+    def items(self) -> list[Any]:
+        return [Operand(Hole(), (0,))]
+
+    def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         marks, *others = np.reshape(operands[0], (-1, *NO_MARKS.shape))
-        if any(
-            np.any(one != marks) for one in others
-        ):  # contributions count for all lanes: the owner would wait for ever
+        if any(np.any(one != marks) for one in others):  # they count for all lanes: the owner would wait for ever
             raise DifferentiationError(
                 f"no derivative is known {self} row by row, as jax.jacrev asks of a function that returns the "
                 "gradient of a reference. Differentiate a copy of the value, rref.to_here()."
             )
+        return *from_token(operands[1]), next_number()
 
-        def finish(leaves: list[Any]) -> list[Any]:
-            found = leaves or [None] * self.count  # empty if there are no contributions
-            wanted = [found[k] for k in self.wanted]
-            for k, shape in enumerate(self.leaves):
-                if wanted[k] is None:
-                    wanted[k] = np.zeros(self.lanes + shape.shape, shape.dtype)
-            return [*as_jax(wanted), as_token(taken)]
+    def known(self, numbers: tuple[int, ...]) -> list[Any]:
+        return [as_token(numbers[1])]
 
-        return self.alone(TakeStop(self.kind, self.lanes), None, (identifier, taken), [marks], finish)
+    def finish(self, arrays: list[Any]) -> list[Any]:
+        found = arrays or [None] * self.count  # empty if there are no contributions
+        zeros = (np.zeros(self.lanes + one.shape, one.dtype) for one in self.leaves)
+        wanted = [found[k] for k in self.wanted]
+        return as_jax([zero if one is None else one for one, zero in zip(wanted, zeros, strict=True)])
 
     def shapes(self, operands: Shapes) -> Shapes:
-        return [*(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves), TOKEN_SHAPE]
+        return [TOKEN_SHAPE, *(jax.ShapeDtypeStruct(self.lanes + one.shape, one.dtype) for one in self.leaves)]
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
-        return dataclasses.replace(self, lanes=(size, *self.lanes)), (len(self.leaves),), ()
+        return dataclasses.replace(self, lanes=(size, *self.lanes)), (0,), ()

@@ -2,12 +2,13 @@
 
 The derivative of a call records the call where it runs, and pushes tangents through the recording. For reverse mode JAX
 transposes the push, to a pull of the recorded pullback. All are differentiable themselves: a recorded call has the
-derivative of ``jax.vjp(f, x)[0]`` (see ``callee/orders``); a pull and a push are calls of functions (``PullbackOf``,
-``PushforwardOf``). So derivatives of any order, forward and reverse, are exact. Operations on references have pullbacks
-only.
+derivative of ``jax.vjp(f, x)[0]`` (see ``callee/derivatives``); a pull and a push are calls of functions
+(``PullbackOf``, ``PushforwardOf``). So derivatives of any order, forward and reverse, are exact. Operations on
+references have pullbacks only.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -20,31 +21,36 @@ from jdistgrad.autograd.operations.calls import Call, DrawNumber, Linear, Pull, 
 from jdistgrad.autograd.operations.owned_values import Fetch, Publish, Put, Take
 from jdistgrad.autograd.tape.ledger import CONTRIBUTION, REFERENCE, TAKEN
 from jdistgrad.autograd.values.holes import is_differentiable
-from jdistgrad.autograd.values.primitive import Operation, as_array, evaluate, of_each_device, untied_p, wire_p
+from jdistgrad.autograd.values.primitive import Operation, Shapes, as_array, evaluate, of_each_device, untied_p, wire_p
 from jdistgrad.errors import DifferentiationError
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class Fixed:
-    """A residual that is not an array."""
+class Given:
+    """What a backward pass knows of an operation's operands: their shapes, and the numbers of the perturbed ones."""
 
-    value: Any
+    shapes: Shapes
+    perturbed: tuple[int, ...]
 
 
-def with_pullback(operation: Operation, forward: Callable[..., Any], backward: Callable[..., Any]) -> Any:
+def with_pullback(operation: Operation, token_of: Callable[..., Any], backward: Callable[..., Any], again: Any) -> Any:
     """Return an operation as a function of its operands that has a pullback.
 
-    ``forward`` gets the numbers of the perturbed operands, and the operands.
+    Arguments:
+      token_of: what gives the token for the backward pass, of the operands and the outputs.
+      backward: called with this token, what is known of the operands, and the cotangents.
+      again: what returns the function to call where a derivative is taken.
     """
 
     def record(*operands: Any) -> Any:
         values = [as_array(one.value) for one in operands]  # under jvp JAX hands over users' Python floats
         perturbed = tuple(k for k, one in enumerate(operands) if one.perturbed and is_differentiable(values[k]))
-        return forward(perturbed, *values)
+        outputs, shapes = again()(*values), [jax.ShapeDtypeStruct(jnp.shape(one), one.dtype) for one in values]
+        return outputs, (token_of(values, outputs), Given(shapes, perturbed))
 
     rule = jax.custom_vjp(lambda *operands: evaluate(operation, operands))
-    rule.defvjp(record, backward, symbolic_zeros=True)
+    rule.defvjp(record, lambda residuals, cotangents: backward(*residuals, cotangents), symbolic_zeros=True)
 
     def apply(*operands: Any) -> Any:
         try:
@@ -191,29 +197,20 @@ ad.primitive_transposes[wire_p] = _transposed
 def fetch(operation: Fetch, token: Any) -> Callable[..., tuple[Any, ...]]:
     """Return the fetch of a reference's value as a function of its handle, and of its token if it has one."""
 
-    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
-        residuals = operands[1] if len(operands) > 1 else token, Fixed(len(operands))
-        recorded = dataclasses.replace(operation, recorded=True)
-        return fetch(recorded, token)(*operands), residuals
+    def backward(token: Any, given: Given, cotangents: Any) -> Any:
+        return (_put_back(operation.to, REFERENCE, token, cotangents), None)[: len(given.shapes)]
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        token, count = residuals
-        return (_put_back(operation.to, REFERENCE, token, cotangents), None)[: count.value]
-
-    return with_pullback(operation, forward, backward)
+    again = functools.partial(fetch, dataclasses.replace(operation, recorded=True), token)
+    return with_pullback(operation, lambda operands, _: [*operands, token][1], backward, again)
 
 
 def take(operation: Take) -> Callable[..., tuple[Any, ...]]:
     """Return a take of the sum of contributions as a function of the handle and the token."""
 
-    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
-        outputs = take(operation)(*operands)
-        return outputs, outputs[-1]
+    def backward(token: Any, given: Given, cotangents: Any) -> Any:
+        return _put_back(operation.to, TAKEN, token, cotangents[1:], operation), None
 
-    def backward(token: Any, cotangents: Any) -> Any:
-        return _put_back(operation.to, TAKEN, token, cotangents[:-1], operation), None
-
-    return with_pullback(operation, forward, backward)
+    return with_pullback(operation, lambda _, outputs: outputs[0], backward, functools.partial(take, operation))
 
 
 def _put_back(owner: int, kind: str, token: Any, cotangents: Sequence[Any], taken: Take | None = None) -> Any:
@@ -230,42 +227,30 @@ def _put_back(owner: int, kind: str, token: Any, cotangents: Sequence[Any], take
 def publish(operation: Publish, owner: int, token: Any) -> Callable[..., tuple[Any, ...]]:
     """Return the publishing of a value as a function of its arrays."""
 
-    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
-        places = [k for k, one in enumerate(operands) if is_differentiable(one)]
-        residuals = _to_take(perturbed, tuple(places.index(k) for k in perturbed), len(places), operands)
-        return publish(operation, owner, token)(*operands), residuals
+    def backward(token: Any, given: Given, cotangents: Any) -> Any:
+        places = [k for k, one in enumerate(given.shapes) if is_differentiable(one)]
+        numbers = tuple(places.index(k) for k in given.perturbed)
+        return _taken(functools.partial(Take, owner, REFERENCE, numbers, len(places)), given, cotangents[0], token)
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        return _taken(owner, REFERENCE, residuals, cotangents[0], token)
-
-    return with_pullback(operation, forward, backward)
+    again = functools.partial(publish, operation, owner, token)
+    return with_pullback(operation, lambda *_: token, backward, again)
 
 
 def put(operation: Put) -> Callable[..., tuple[Any, ...]]:
     """Return a put as a function of a token and leaves. It returns the handle and the contribution's token."""
 
-    def forward(perturbed: tuple[int, ...], *operands: Any) -> Any:
-        outputs = put(operation)(*operands)
-        numbers = tuple(operation.live[k - 1] for k in perturbed)
-        return outputs, (_to_take(perturbed, numbers, operation.count, operands), outputs[1])
+    def backward(token: Any, given: Given, cotangents: Any) -> Any:
+        numbers = tuple(operation.live[k - 1] for k in given.perturbed)
+        wanted = functools.partial(Take, operation.to, CONTRIBUTION, numbers, operation.count)
+        return _taken(wanted, given, cotangents[0], token)
 
-    def backward(residuals: Any, cotangents: Any) -> Any:
-        return _taken(operation.to, CONTRIBUTION, residuals[0], cotangents[0], residuals[1])
-
-    return with_pullback(operation, forward, backward)
+    return with_pullback(operation, lambda _, outputs: outputs[1], backward, functools.partial(put, operation))
 
 
-def _to_take(perturbed: tuple[int, ...], numbers: tuple[int, ...], total: int, operands: Sequence[Any]) -> Fixed:
-    """Return what ``_taken`` needs to know of the operands, which are the ``numbers`` of ``total`` leaves."""
-    shapes = tuple(jax.ShapeDtypeStruct(jnp.shape(operands[k]), jnp.result_type(operands[k])) for k in perturbed)
-    return Fixed((perturbed, numbers, total, shapes, len(operands)))
-
-
-def _taken(owner: int, kind: str, fixed: Fixed, handle: Any, token: Any) -> tuple[Any, ...]:
+def _taken(wanted: Callable[..., Take], given: Given, handle: Any, token: Any) -> tuple[Any, ...]:
     """Return the cotangents of operands: for the perturbed ones, the sums of the contributions."""
-    perturbed, numbers, total, shapes, count = fixed.value
     found = dict[int, Any]()
     if not isinstance(handle, SymbolicZero):
-        *sums, _ = take(Take(owner, kind, numbers, total, shapes))(handle, token)
-        found = dict(zip(perturbed, sums, strict=True))
-    return tuple(found.get(k) for k in range(count))
+        _, *sums = take(wanted(tuple(given.shapes[k] for k in given.perturbed)))(handle, token)
+        found = dict(zip(given.perturbed, sums, strict=True))
+    return tuple(found.get(k) for k in range(len(given.shapes)))

@@ -10,7 +10,7 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.callee.contributions import UseStop
 from jdistgrad.autograd.operations.calls import where
 from jdistgrad.autograd.operations.messages import Crossing
-from jdistgrad.autograd.values.holes import Hole, Operand, as_jax
+from jdistgrad.autograd.values.holes import Hole, Operand
 from jdistgrad.autograd.values.primitive import Batched, Shapes, Started, bind
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc.functions import describe
@@ -53,14 +53,9 @@ class Use(Crossing):
     def __str__(self) -> str:
         return f"{describe(self.used.uses)} to rank {self.to}"
 
-    @property
-    def parts(self) -> tuple[int, ...]:
-        """Return the number of parts of the marks of each value."""
-        return self.used.parts
-
     def start(self, operands: Sequence[Any]) -> Started:
         self.marks(operands)
-        return self.alone(self.stop(), None, (), list(operands), as_jax)
+        return super().start(operands)
 
     def at_once(self, operands: Sequence[Any]) -> Any:
         self.marks(operands)
@@ -68,16 +63,13 @@ class Use(Crossing):
 
     def marks(self, operands: Sequence[Any]) -> None:
         """Raise DifferentiationError if a value has no contributions."""
-        self.used.summed(operands[: sum(self.parts)])
+        self.used.summed(operands[: sum(self.used.parts)])
 
     def stop(self) -> UseStop:
         return dataclasses.replace(self.used)
 
     def items(self) -> list[Any]:
-        return [Operand(Hole(), (k,)) for k in range(sum(self.parts) + self.others)]
-
-    def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
-        return ()
+        return [Operand(Hole(), (k,)) for k in range(sum(self.used.parts) + self.others)]
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [self.used.uses.result]

@@ -14,9 +14,9 @@ from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.gradients import RemoteGradient, hold
 from jdistgrad.autograd.operations.uses import kept
 from jdistgrad.autograd.staged.equations import flatten
-from jdistgrad.autograd.staged.plan import Plan, cut
+from jdistgrad.autograd.staged.plan import StepPlan, cut
 from jdistgrad.autograd.staged.rewriting import refuse_inner_uses
-from jdistgrad.autograd.staged.running import Prepared, Run
+from jdistgrad.autograd.staged.running import Prepared, StepRun
 from jdistgrad.autograd.values.holes import can_be_traced
 from jdistgrad.autograd.values.primitive import operations_in
 from jdistgrad.errors import ContextError
@@ -65,7 +65,7 @@ class StagedFunction(Generic[P, T]):
     def __init__(self, fun: Callable[P, T]):
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._steps: dict[Any, Step] = {}
+        self._steps: dict[Any, TracedStep] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if not trace_state_clean():
@@ -78,12 +78,12 @@ class StagedFunction(Generic[P, T]):
         """Return the function as a method, as Python and ``jax.jit`` do: its first argument is the object."""
         return self if instance is None else types.MethodType(self, instance)
 
-    def plan(self, *args: P.args, **kwargs: P.kwargs) -> Plan:
+    def plan(self, *args: P.args, **kwargs: P.kwargs) -> StepPlan:
         """Return the plan of the step for arguments like these; printed, it shows the pieces and messages."""
         leaves, structure = jax.tree.flatten((args, kwargs))
         return self._step(leaves, structure).plan
 
-    def _step(self, leaves: list[Any], structure: Any) -> "Step":
+    def _step(self, leaves: list[Any], structure: Any) -> "TracedStep":
         worker = find_worker()
         key = (structure, None if worker is None else (worker.world, worker.rank), trace_context(), *map(_kind, leaves))
         step = self._steps.get(key)
@@ -91,11 +91,11 @@ class StagedFunction(Generic[P, T]):
             for old, one in list(self._steps.items()):  # other threads may add some
                 if one.ended:  # references of closed worlds are no longer valid
                     self._steps.pop(old, None)
-            step = self._steps[key] = Step(self._fun, leaves, structure, worker)
+            step = self._steps[key] = TracedStep(self._fun, leaves, structure, worker)
         return step
 
 
-class Step:
+class TracedStep:
     """A function traced and cut for arguments of one kind."""
 
     def __init__(self, fun: Callable[..., Any], leaves: Sequence[Any], structure: Any, worker: Worker | None):
@@ -139,7 +139,7 @@ class Step:
                     "jdistgrad.jit: an argument is a gradient of a reference, which belongs to the context that it was "
                     "made in. Open a context around both: with jd.context()."
                 )
-            outputs = Run(self._prepared, leaves).outputs()
+            outputs = StepRun(self._prepared, leaves).outputs()
             for k, kind in self._handles.items():
                 outputs[k] = kind.raise_val(outputs[k])
             return hold(jax.tree.unflatten(self._result, outputs), lease)

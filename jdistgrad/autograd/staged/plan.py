@@ -35,7 +35,7 @@ class Unit(Equation):
 
 
 @dataclasses.dataclass
-class Plan:
+class StepPlan:
     """A step that is cut: its ``inputs`` and ``outputs``, and the units in an order in which they could run."""
 
     inputs: list[int]
@@ -51,7 +51,7 @@ class Plan:
         return "\n".join(f"{number:>3}  {_spelled(unit)}" for number, unit in enumerate(self.units))
 
 
-def cut(closed: Any, uses: Sequence[Any] = ()) -> Plan:
+def cut(closed: Any, uses: Sequence[Any] = ()) -> StepPlan:
     """Return the plan of a closed jaxpr in which there must be these uses of gradients."""
     equations, inputs, outputs, size = flatten(closed)
     require_all(uses, equations)
@@ -61,7 +61,7 @@ def cut(closed: Any, uses: Sequence[Any] = ()) -> Plan:
     equations = in_program_order(equations)
     copies, outputs = answers_copied(equations, outputs, size)
     equations = needed(with_bundles([*equations, *copies], outputs), outputs)
-    return Plan(inputs, outputs, group(equations, outputs), size + len(copies))
+    return StepPlan(inputs, outputs, group(equations, outputs), size + len(copies))
 
 
 def answers_copied(

@@ -86,7 +86,7 @@ def marks_in_parts(equations: Sequence[Equation]) -> list[Equation]:
     found = []
     for equation in equations:
         if (use := equation.operation) is not None and use.uses_gradients:
-            count = sum(use.parts)
+            count = sum(use.used.parts)
             each = [list(parts(atom)) for atom in equation.inputs[:count]]
             inputs = [*(atom for mine in each for atom in mine), *equation.inputs[count:]]
             equation = dataclasses.replace(equation, inputs=inputs, operation=use.in_parts(list(map(len, each))))

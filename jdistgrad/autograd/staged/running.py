@@ -17,7 +17,7 @@ from jdistgrad import events, jaxprs
 from jdistgrad.autograd.callee.bundle import StopOutput
 from jdistgrad.autograd.operations.messages import BundleCall
 from jdistgrad.autograd.staged.equations import Constant
-from jdistgrad.autograd.staged.plan import Plan, Unit
+from jdistgrad.autograd.staged.plan import StepPlan, Unit
 from jdistgrad.autograd.staged.rewriting import SMALL
 from jdistgrad.autograd.tape.tape import at_place, next_place
 from jdistgrad.autograd.values.primitive import Started, as_array
@@ -38,7 +38,7 @@ class Prepared:
       follows: by unit with a use of gradients, the variables it waits for only to keep the program's order.
     """
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: StepPlan):
         self.plan = plan
         self._together: dict[tuple[int, ...], BundleCall] = {}
         self.functions = [None if unit.operation else compiled(unit) for unit in plan.units]
@@ -76,14 +76,15 @@ class Prepared:
 
 
 class Asked(NamedTuple):
-    """An operation that waits for its message: its operands, its numbers, and what is kept until the answer."""
+    """An operation whose message is not complete yet. ``kept``: what is kept until the answer."""
 
     operands: list[Any]
     numbers: tuple[int, ...]
+    known: list[Any]
     kept: Any
 
 
-class Run:
+class StepRun:
     """A run of a plan: the values known so far, the units that are ready, and the operations under way."""
 
     def __init__(self, prepared: Prepared, leaves: Sequence[Any]):
@@ -166,8 +167,9 @@ class Run:
                     self._await(number, started)
                 else:
                     numbers = operation.drawn(operands)
-                    groups.setdefault(operation.to, {})[number] = Asked(operands, numbers, kept)
-                    self._done(number, operation.known(numbers))
+                    asked = Asked(operands, numbers, operation.known(numbers), kept)
+                    groups.setdefault(operation.to, {})[number] = asked
+                    self._done(number, asked.known)
         for group in groups.values():
             self._send_together(group)
 
@@ -179,11 +181,12 @@ class Run:
         with within(None if only_fetches else current_scope()):  # no owner must take part in a context by a fetch
             future = bundle.send([one for each in asked for one in each.operands], [one.numbers for one in asked], None)
         start = 0
-        for turn, number in enumerate(units):
-            count = sum(one.turn == turn for one in bundle.wanted)
-            part = functools.partial(_part_of, bundle.operations[turn], slice(start, start + count), asked[turn].kept)
-            self._await(number, Started(future, part, bundle.operations[turn].known(asked[turn].numbers)))
-            start += count
+        for number, operation, one in zip(units, bundle.operations, asked, strict=True):
+            end = start + len(self._plan.units[number].outputs) - operation.first
+            self._await(
+                number, Started(future, functools.partial(_part_of, one.kept, operation, start, end), one.known)
+            )
+            start = end
 
     def _join(self, groups: Mapping[int, Mapping[int, "Asked"]]) -> bool:
         """Queue uses of gradients that only follow fetches in these groups: owners serve fetches first."""
@@ -230,8 +233,8 @@ class Run:
                     self._ready(user)
 
 
-def _part_of(operation: Any, part: slice, kept: Any, arrays: list[Any]) -> list[Any]:
-    found: list[Any] = operation.finish(list(arrays[part]))
+def _part_of(kept: Any, operation: Any, start: int, end: int, arrays: list[Any]) -> list[Any]:
+    found: list[Any] = operation.finish(list(arrays[start:end]))
     return found
 
 

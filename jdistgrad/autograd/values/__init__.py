@@ -1,4 +1,1 @@
-"""JAX's view of the wire: the one primitive, the protocol of its operations, and trees with holes for arrays.
-
-Uses rpc, ffi and wire. Every other package of autograd except graph uses this one.
-"""
+"""JAX's view of the wire: the one primitive, the protocol of its operations, and trees with holes for arrays."""
