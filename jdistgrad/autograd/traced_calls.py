@@ -59,7 +59,7 @@ class CallRemote(Call):
             self.made.append(claim)
         numbers = *self.drawn(operands), claim.id
         stop = CallStop(None, self.leaves(), self.lanes, publishes=True)
-        started = self.alone(stop, self.function, numbers, self.as_made(operands), lambda _: [])
+        started = self.as_made(stop, numbers, operands, lambda _: [])
         claim.add(WHOLE)
         return started
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdistgrad.autograd.callee.contributions import or_zero
 from jdistgrad.autograd.callee.functions import own_parts
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, is_float_array, split
@@ -118,7 +117,7 @@ class OwnedParameters:
             values = [form.take_apart(self._owned.value(rref.id).result()) for form, rref in each]
             parameters, trees = [one.leaves for one in values], tuple(one.tree for one in values)
             whole = [
-                [or_zero(*both) for both in zip(mine, leaves, strict=True)]
+                [jnp.zeros_like(leaf) if one is None else one for one, leaf in zip(mine, leaves, strict=True)]
                 for mine, leaves in zip(self._of_arrays(gradients), parameters, strict=True)
             ]
             found, self._state = self._update(trees, whole, self._state, parameters, factor, extra)

@@ -50,7 +50,7 @@ def test_what_nobody_needs_any_more_is_let_go(worker):
         return made
 
     alive = []
-    run_of(*[remember] * 6, stop=dataclasses.replace(STOP, references=True))([X])
+    run_of(*[remember] * 6, stop=dataclasses.replace(STOP, is_closed=False))([X])
     assert max(alive) == 1  # the argument of the running function
 
 
@@ -103,7 +103,7 @@ def test_calls_and_their_pullbacks_are_one_function():
         forward_and_back(last=False),
         Bundle([RECORDED], [[0]], [StopOutput(0, 0)]),
         Bundle([pull(None)], [[0]], [StopOutput(0, 0)]),
-        Bundle([CallStop(ONE, (), (), 1, references=True)], [[0]], [StopOutput(0, 0)]),
+        Bundle([CallStop(ONE, (), (), 1, is_closed=False)], [[0]], [StopOutput(0, 0)]),
     ],
     ids=["pulled again later", "pulled elsewhere", "recorded before", "references"],
 )

@@ -48,21 +48,18 @@ class Stop(ServedFunction):
     call: int | None = None  # in a bundle, the turn of the stop that makes the recording that this one uses, if there
     takes_numpy: ClassVar[bool] = False  # whether arrays of JAX need not be made for it
     follows: ClassVar[bool] = False  # whether it uses a recording
-    records: Any = False  # whether it makes one
+    orders: Any = ()  # of the derivatives that it records
     is_closed: Any = False  # whether it only computes, and the recording that it uses is not used again
+    traced: Any  # computes in a compiled bundle, where recordings are kept by the turns of their stops
 
     @property
     def recorded_as(self) -> int | None:
-        return self.numbers[0] if self.records or self.follows else None
+        return self.numbers[0] if self.orders or self.follows else None
 
     def of_run(self, function: Any, numbers: tuple[int, ...] = (), place: Place = ()) -> Self:
         found = copy.copy(self)
         found.function, found.numbers, found.place = function, numbers, place
         return found
-
-    def traced(self, turn: int, items: list[Any], recordings: dict[int | None, Any]) -> list[Any]:
-        """Compute in a compiled bundle, where recordings are kept by the turns of their stops."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Bundle:
             if one not in wanted:
                 self.forgotten[turn].append(one)
         self.needed = frozenset(one for one in (*last, *wanted) if isinstance(one, StopOutput))
-        recorded = {turn for turn, one in enumerate(self.stops) if one.records}
+        recorded = {turn for turn, one in enumerate(self.stops) if one.orders}
         pulled = {one.call for one in self.stops if one.follows}
         alone = self.wanted is None
         self.is_closed = not alone and recorded == pulled and all(one.is_closed for one in self.stops)

@@ -11,7 +11,7 @@ import numpy as np
 
 from jdistgrad.autograd.callee.bundle import Stop, send_alone
 from jdistgrad.autograd.tape.ledger import AS_MADE, CONTRIBUTION, REFERENCE, TAKEN, Contribution, Marks, Target, total
-from jdistgrad.autograd.tape.tape import Place, current_tape, gradient_link
+from jdistgrad.autograd.tape.tape import current_tape, note_contribution
 from jdistgrad.autograd.values.holes import (
     Layout,
     arrays_of,
@@ -44,7 +44,11 @@ class AddStop(Stop):
     def __call__(self, items: list[Any]) -> list[Any]:
         (target, number, *place), rest = self.numbers, iter(items)
         leaves = [next(rest) if one else None for one in self.there]
-        accept(self.kind, target, Contribution(number, self.lanes, leaves, tuple(place)))
+        tape, targets = current_tape(lambda: "a gradient"), [Target(self.kind, target)]
+        if self.kind == TAKEN:  # it adds to all the contributions in a sum
+            targets = [Target(CONTRIBUTION, one.number) for one in tape.taken[target]]
+        for one in targets:
+            tape.ledger.put(one, Contribution(number, self.lanes, leaves, tuple(place)))
         return []
 
 
@@ -139,29 +143,14 @@ class UseStop(Stop):
 
 def contribute(owner: int, kind: str, identifier: int, contribution: Contribution) -> None:
     """Send a contribution to the owner of the value; return once the owner has it."""
-    if owner == current_worker().rank:
-        accept(kind, identifier, contribution)
-        return
-    numbers = noted_contribution(owner, identifier, contribution.number, contribution.place)
-    there = tuple(one is not None for one in contribution.leaves)
+    note_contribution(owner, identifier, contribution.number)
+    numbers = identifier, contribution.number, *contribution.place
+    stop = AddStop(kind, contribution.lanes, tuple(one is not None for one in contribution.leaves))
     items = [one for one in contribution.leaves if one is not None]
-    send_alone(owner, AddStop(kind, contribution.lanes, there), None, numbers, items, None).result()
-
-
-def noted_contribution(owner: int, identifier: int, number: int, place: Place) -> tuple[int, ...]:
-    """Note that a contribution goes to the owner of its value, if to another; return the numbers of its stop."""
-    if owner != current_worker().rank:
-        current_tape(lambda: "a gradient").links.append(gradient_link(number, owner, identifier))
-    return identifier, number, *place
-
-
-def accept(kind: str, identifier: int, contribution: Contribution) -> None:
-    """Add to the gradient of a value here, of a contribution, or of all the contributions in a sum that was taken."""
-    tape, targets = current_tape(lambda: "a gradient"), [Target(kind, identifier)]
-    if kind == TAKEN:
-        targets = [Target(CONTRIBUTION, one.number) for one in tape.taken[identifier]]
-    for target in targets:
-        tape.ledger.put(target, contribution)
+    if owner == current_worker().rank:
+        stop.of_run(None, numbers)(items)
+    else:
+        send_alone(owner, stop, None, numbers, items, None).result()
 
 
 @shown_as("the fetch of a reference's gradient")
@@ -190,12 +179,8 @@ def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
     layout, arrays = split(value, has_gradient)
     found = leaves or [None] * len(arrays)
     return layout.only_holes().fill(
-        [jnp.asarray(or_zero(leaf, array)) for leaf, array in zip(found, arrays, strict=True)]
+        [jnp.zeros_like(one) if leaf is None else jnp.asarray(leaf) for leaf, one in zip(found, arrays, strict=True)]
     )
-
-
-def or_zero(leaf: Any, array: Any) -> Any:
-    return jnp.zeros_like(array) if leaf is None else leaf
 
 
 def value_layout(rref: Any) -> tuple[Layout, list[jax.ShapeDtypeStruct]]:

@@ -47,22 +47,19 @@ class Lane:
 class CallStop(Stop):
     """A call of a function. ``orders``: the leaves of its arguments to record pullbacks for; if empty, none.
 
-    ``arguments``: the arguments with holes for the items; None if the items are the arguments, and keyword arguments
-    if there are some. ``count``: the number of arrays the function returns; None if its result goes back as it is.
-    ``references``: whether there may be references among its arguments. A recorded function takes these as such:
-    gradients of their values go to their owners. ``publishes``: whether the result stays here, under the last of the
-    numbers. The tape keeps the stop of a recorded call, with what its pullbacks need.
+    ``arguments``: the arguments with holes for the items; None if the items are the arguments, and keyword
+    arguments if there are some. ``count``: the number of arrays the function returns; None if its result goes back
+    as it is. ``is_closed``: whether there are no references among its arguments. A recorded function takes these as
+    such: gradients of their values go to their owners. ``publishes``: whether the result stays here, under the last
+    of the numbers. The tape keeps the stop of a recorded call, with what its pullbacks need.
     """
 
     arguments: Layout | None = None
     orders: Orders = ()
     lanes: tuple[Lane, ...] = ()  # added to wanted leaves in this order
     count: int | None = None
-    references: bool = False
+    is_closed: bool = True
     publishes: bool = False
-
-    def __post_init__(self) -> None:
-        self.records, self.is_closed = bool(self.orders), not self.references
 
     @property
     def label(self) -> str:

@@ -15,8 +15,8 @@ from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, Pushforwa
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import CallStop, Lane, LinearStop
 from jdistgrad.autograd.operations.messages import Crossing
-from jdistgrad.autograd.tape.tape import Link, current_tape, next_message, next_number
-from jdistgrad.autograd.values.holes import Hole, Layout, Operand, ReferenceHole, Results, is_differentiable
+from jdistgrad.autograd.tape.tape import current_tape, next_message, next_number
+from jdistgrad.autograd.values.holes import Hole, Layout, Operand, ReferenceHole, Results, as_jax, is_differentiable
 from jdistgrad.autograd.values.primitive import TAG_SHAPE, TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.rpc import trees
@@ -66,14 +66,15 @@ class Call(Crossing):
     def start(self, operands: Sequence[Any]) -> Started:
         """Send the call as it is made: mostly the structure of its result is known from the answer only."""
         results = self.results
-        count, finish = (len(results.shapes), results.arrived) if results.have_keys else (None, results.flatten)
-        stop = CallStop(None, self.leaves(), self.lanes, count)
-        return self.alone(stop, self.function, self.drawn(operands), self.as_made(operands), finish)
+        stop = CallStop(None, self.leaves(), self.lanes, len(results.shapes) if results.have_keys else None)
+        finish = results.flatten if stop.count is None else lambda arrays: as_jax(results.counted(arrays))
+        return self.as_made(stop, self.drawn(operands), operands, finish)
 
-    def as_made(self, operands: Sequence[Any]) -> list[Any]:
-        """Return the arguments, and the keyword arguments if there are some."""
+    def as_made(
+        self, stop: CallStop, numbers: tuple[int, ...], operands: Sequence[Any], finish: Callable[[Any], list[Any]]
+    ) -> Started:
         args, kwargs = self.arguments.fill(operands)
-        return [args, kwargs] if kwargs else [args]
+        return self.alone(stop, self.function, numbers, [args, kwargs] if kwargs else [args], finish)
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         return (next_message(),) if self.orders else ()
@@ -100,20 +101,13 @@ class Call(Crossing):
         known = self.results.known
         return known is not None and not known[0].has_references
 
-    def link(self, numbers: tuple[int, ...], by: int | None) -> Link | None:
-        if not self.orders:
-            return None
-        return Link(numbers[0], current_worker().rank, self.to, describe(self.function), caused_by=by)
-
     def leaves(self) -> Orders:
         return tuple(tuple(self.arguments.positions[k] for k in order) for order in self.orders)
 
-    def stop(self) -> CallStop:
-        count, references = len(self.results.shapes), self.arguments.has_references
-        return CallStop(self.arguments.emptied(), self.leaves(), self.lanes, count, references)
-
-    def items(self) -> list[Any]:
-        return self.arguments.items()
+    def stop(self) -> tuple[CallStop, list[Any]]:
+        arguments, closed = self.arguments, not self.arguments.has_references
+        stop = CallStop(arguments.emptied(), self.leaves(), self.lanes, len(self.results.shapes), closed)
+        return stop, arguments.items()
 
     @property
     def state(self) -> Any:
@@ -181,10 +175,11 @@ class Linear(Crossing):
     batches: tuple[tuple[int, tuple[bool, ...]], ...] = ()  # size, and which operands have it (none: it is mapped over)
     follows_tag: ClassVar[bool] = True
     moves: ClassVar[str]
-    function = None
+    function, times = None, 2  # the answer may first have to wait for the call itself
 
     def __post_init__(self) -> None:
         self.inputs, self.to, self.where = len(self.numbers), self.call.to, self.call.where
+        self.timeout = self.call.timeout
 
     def __str__(self) -> str:
         return f"{self.moves} of {describe(self.call.function)} to rank {self.to}"
@@ -193,14 +188,10 @@ class Linear(Crossing):
     def has_references(self) -> bool:
         return self.call.has_references
 
-    def stop(self) -> LinearStop:
-        what, order = describe(self.call.function), len(self.call.orders) - 1
-        if isinstance(self, Pull):
-            return LinearStop(what, order, self.numbers, self.maps, self.last)
-        return LinearStop(what, order, None, self.maps)
-
-    def items(self) -> list[Any]:
-        return [Operand(Hole(), (1 + k,)) for k in range(self.inputs)]  # a bundle's operation has no others: ``needed``
+    def stop(self) -> tuple[LinearStop, list[Any]]:
+        live, last = (self.numbers, self.last) if isinstance(self, Pull) else (None, False)
+        stop = LinearStop(describe(self.call.function), len(self.call.orders) - 1, live, self.maps, last)
+        return stop, [Operand(Hole(), (1 + k,)) for k in range(self.inputs)]  # of the needed operands
 
     def start(self, operands: Sequence[Any]) -> Started:
         context, *_ = from_token(operands[0])
@@ -214,16 +205,6 @@ class Linear(Crossing):
             return message, next_number()
         self.refuse_references()
         return (message,)
-
-    def link(self, numbers: tuple[int, ...], by: int | None) -> Link | None:
-        if not isinstance(self, Pull):
-            return None
-        what = describe(self.call.function)
-        return Link(numbers[0], current_worker().rank, self.to, what, backward=True, caused_by=by)
-
-    def patience(self, default: float) -> float:
-        """Return twice the call's patience: the answer may first have to wait for the call itself."""
-        return 2 * self.call.patience(default)
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
         return [operands[0], *operands[len(operands) - self.inputs :]]
@@ -304,7 +285,7 @@ class Linear(Crossing):
         tree: Any = ((*holes, args, kwargs, *(Hole() for _ in range(self.inputs))), {})
         inputs = range(first, first + self.inputs)
         layout = Layout(tree, (*range(extra), *(extra + k for k in arguments.positions), *inputs))
-        timeout = None if self.call.timeout is None else self.patience(self.call.timeout)
+        timeout = None if self.timeout is None else self.patience(self.timeout)
         return Call(self.to, function, layout, Results(), timeout)
 
     def refuse_references(self) -> None:

@@ -4,13 +4,14 @@ import concurrent.futures
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jdistgrad.autograd.callee.bundle import Bundle, BundleRun, Source, Stop, StopOutput, send_alone
 from jdistgrad.autograd.tape.tape import Link, cause, current_tape, next_place
 from jdistgrad.autograd.values.holes import Hole, Operand, Uniform
 from jdistgrad.autograd.values.primitive import Operation, Started
 from jdistgrad.rpc.by_value import Cached, from_cache
+from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.arrays import ArrayBlock
 
@@ -23,7 +24,7 @@ class Crossing(Operation):
       function: the function that the stop calls, or None.
       first: how many outputs are known before the answer.
       where: the place of the operation in the user's program, for errors.
-      timeout: that of the operation in seconds, None for the world's.
+      timeout: that of the operation in seconds, None for the world's; the operation has ``times`` as much.
     """
 
     to: int
@@ -31,14 +32,14 @@ class Crossing(Operation):
     where: str
     first: Any = 0
     timeout: float | None = None
+    times: ClassVar[int] = 1
 
-    def stop(self) -> Stop:
-        """Return the stop, as far as it is the same in every run of a step."""
+    def stop(self) -> tuple[Stop, list[Any]]:
+        """Return the stop, as far as it is the same in every run of a step, and what it is called with.
+
+        That is an Operand for what is made of operands; other things are as they are.
+        """
         raise NotImplementedError
-
-    def items(self) -> list[Any]:
-        """Return what the stop is called with: an Operand for what is made of operands, other things as they are."""
-        return []
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         """Return the numbers of the stop in this run.
@@ -52,19 +53,23 @@ class Crossing(Operation):
         return []
 
     def link(self, numbers: tuple[int, ...], by: int | None) -> Link | None:
-        """Return the link to note, if it is not noted with the numbers. ``by``: the message served meanwhile."""
-        return None
+        """Return the link of a recorded call or its pull. ``by``: the message that is served meanwhile."""
+        if not (self.records or self.pulls):
+            return None
+        what = describe(getattr(self, "call", self).function)
+        return Link(numbers[0], current_worker().rank, self.to, what, self.pulls, by)
 
     def patience(self, default: float) -> float:
-        return default if self.timeout is None else self.timeout
+        return self.times * (default if self.timeout is None else self.timeout)
 
     def finish(self, arrays: list[Any]) -> list[Any]:
         """Return the other outputs, given the arrays that the stop returns in a bundle."""
         return arrays
 
     def start(self, operands: Sequence[Any]) -> Started:
-        items = [one.of(operands) if isinstance(one, Operand) else one for one in self.items()]
-        return self.alone(self.stop(), self.function, self.drawn(operands), items, self.finish)
+        stop, items = self.stop()
+        brought = [one.of(operands) if isinstance(one, Operand) else one for one in items]
+        return self.alone(stop, self.function, self.drawn(operands), brought, self.finish)
 
     def alone(
         self, stop: Stop, function: Any, numbers: tuple[int, ...], items: list[Any], finish: Callable[[Any], list[Any]]
@@ -111,12 +116,12 @@ class BundleCall(Operation):
             return StopOutput(one.turn, one.number - self.operations[one.turn].first)
 
         for operation, mine in self.members:
-            stop = operation.stop()
+            stop, items = operation.stop()
             if stop.follows and isinstance(tag := mine[0], StopOutput):
                 stop.call = tag.turn
             stops.append(stop)
             sources.append([])
-            for item in operation.items():
+            for item in items:
                 source = _source(item, mine)
                 if isinstance(source, StopOutput):
                     source = answered(source)
@@ -136,8 +141,9 @@ class BundleCall(Operation):
             given = [operands[one] if isinstance(one, int) else None for one in sources]
             numbers.append(operation.drawn(given, message))
         if any(numbers):
-            links = functools.partial(self._links, numbers, cause())
-            current_tape(lambda: str(self.operations[0])).links.append(links)
+            each, by = list(zip(self.operations, numbers, strict=True)), cause()
+            links = current_tape(lambda: str(self.operations[0])).links
+            links.append(lambda: [link for one, mine in each if mine and (link := one.link(mine, by))])
         patience = sum(one.patience(current_worker().timeout) for one in self.operations)
         future, (_, _, known) = self.send(operands, numbers, patience), self.outline
         outputs = {turn: self.operations[turn].known(numbers[turn]) for turn in {one.turn for one in known}}
@@ -152,10 +158,6 @@ class BundleCall(Operation):
         run = BundleRun(bundle, [one.function for one in self.operations], numbers, next_place())
         brought = ArrayBlock(items) if bundle.value.is_closed else items
         return current_worker().rpc_async(self.to, run, (brought,), {}, timeout)
-
-    def _links(self, numbers: Sequence[tuple[int, ...]], by: int | None) -> list[Link]:
-        found = [one.link(mine, by) for one, mine in zip(self.operations, numbers, strict=True) if mine]
-        return [one for one in found if one is not None]
 
 
 def _place_among(brought: list[Any], item: Any) -> int:

@@ -16,12 +16,11 @@ from jdistgrad.autograd.callee.contributions import (
     AddStop,
     ReadStop,
     TakeStop,
-    noted_contribution,
     value_layout,
 )
 from jdistgrad.autograd.operations.messages import Crossing
 from jdistgrad.autograd.tape.ledger import mark
-from jdistgrad.autograd.tape.tape import next_number, next_place, note_fetched
+from jdistgrad.autograd.tape.tape import next_number, next_place, note_contribution, note_fetched
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand, Results, as_jax, reference_of
 from jdistgrad.autograd.values.primitive import TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.errors import DifferentiationError
@@ -55,7 +54,8 @@ class Fetch(Crossing):
             return self.results.flatten(value)
 
         if self.results.have_keys and isinstance(rref._claim, Claim):
-            return self.alone(self.stop(), None, (rref.id,), [], self.results.arrived)
+            stop, items = self.stop()
+            return self.alone(stop, None, (rref.id,), items, lambda arrays: as_jax(self.results.counted(arrays)))
         return Started(rref.value_future(self.timeout), finish)
 
     def at_once(self, operands: Sequence[Any]) -> Any:
@@ -64,8 +64,8 @@ class Fetch(Crossing):
         at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
         return claim if at_hand and self.timeout is None and self.results.are_arrays else None
 
-    def stop(self) -> ReadStop:
-        return ReadStop(len(self.results.shapes))
+    def stop(self) -> tuple[ReadStop, list[Any]]:
+        return ReadStop(len(self.results.shapes)), []
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         claim = reference_of(self.reference, operands)._claim
@@ -124,21 +124,20 @@ class Put(Crossing):
         if self.to != current_worker().rank:
             return super().start(operands)
         numbers = self.drawn(operands)
-        self.stop().of_run(None, numbers)(list(operands[1:]))
+        self.stop()[0].of_run(None, numbers)(list(operands[1:]))
         return done(self.known(numbers))
 
     def at_once(self, operands: Sequence[Any]) -> Any:
         return None if self.to == current_worker().rank else operands
 
-    def stop(self) -> AddStop:
-        return AddStop(self.kind, self.lanes, tuple(k in self.live for k in range(self.count)))
-
-    def items(self) -> list[Any]:
-        return [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
+    def stop(self) -> tuple[AddStop, list[Any]]:
+        stop = AddStop(self.kind, self.lanes, tuple(k in self.live for k in range(self.count)))
+        return stop, [Operand(Hole(), (1 + k,)) for k in range(len(self.live))]
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         (identifier,), number, place = from_token(operands[0]), next_number(), next_place()
-        return noted_contribution(self.to, identifier, number, place)
+        note_contribution(self.to, identifier, number)
+        return identifier, number, *place
 
     def known(self, numbers: tuple[int, ...]) -> list[Any]:
         number = numbers[1]
@@ -168,11 +167,8 @@ class Take(Crossing):
     title = "for the sum of contributions on rank {0.to}"
     function, where, first = None, "", 1
 
-    def stop(self) -> TakeStop:
-        return TakeStop(self.kind, self.lanes)
-
-    def items(self) -> list[Any]:
-        return [Operand(Hole(), (0,))]
+    def stop(self) -> tuple[TakeStop, list[Any]]:
+        return TakeStop(self.kind, self.lanes), [Operand(Hole(), (0,))]
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         marks, *others = np.reshape(operands[0], (-1, *NO_MARKS.shape))

@@ -150,10 +150,11 @@ def _derivative_in_batches(operation: Linear, operands: Sequence[Any], tangents:
     alone = with_tangents(dataclasses.replace(operation, maps=(), batches=()))
     function = operation.over_batches(alone, operation)
 
-    def of_perturbed(perturbed: Mapping[int, Any]) -> list[Any]:
-        return list(function(*(perturbed.get(k, one) for k, one in enumerate(operands))))
-
-    return jax.jvp(of_perturbed, ({k: operands[k] for k in tangents},), (dict(tangents),))
+    return jax.jvp(
+        lambda perturbed: list(function(*(perturbed.get(k, one) for k, one in enumerate(operands)))),
+        ({k: operands[k] for k in tangents},),
+        (dict(tangents),),
+    )
 
 
 def _transposed(cotangents: Sequence[Any], *operands: Any, operation: Any) -> list[Any]:

@@ -65,17 +65,11 @@ class Use(Crossing):
         """Raise DifferentiationError if a value has no contributions."""
         self.used.summed(operands[: sum(self.used.parts)])
 
-    def stop(self) -> UseStop:
-        return dataclasses.replace(self.used)
-
-    def items(self) -> list[Any]:
-        return [Operand(Hole(), (k,)) for k in range(sum(self.used.parts) + self.others)]
+    def stop(self) -> tuple[UseStop, list[Any]]:
+        return self.used, [Operand(Hole(), (k,)) for k in range(sum(self.used.parts) + self.others)]
 
     def shapes(self, operands: Shapes) -> Shapes:
         return [self.used.uses.result]
-
-    def in_parts(self, parts: Sequence[int]) -> "Use":
-        return dataclasses.replace(self, used=dataclasses.replace(self.used, parts=tuple(parts)))
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         raise self.misplaced()

@@ -118,8 +118,10 @@ class TracedStep:
             refuse_inner_uses(flatten(traced)[0])  # lowering may drop what a body does not return
             self.plan = cut(lowered(traced, whole=True), [one for one, _ in self._uses])
         self._prepared = Prepared(self.plan)
-        arguments = jax.tree.leaves(jax.tree.unflatten(structure, leaves), is_leaf=_is_gradient)
-        self._takes_gradients = any(map(_is_gradient, arguments))
+        arguments = jax.tree.leaves(
+            jax.tree.unflatten(structure, leaves), is_leaf=lambda one: isinstance(one, RemoteGradient)
+        )
+        self._takes_gradients = any(isinstance(one, RemoteGradient) for one in arguments)
         inner = operations_in(one.eqn for unit in self.plan.units for one in unit.equations if one.eqn is not None)
         self._records = any(one.needs_context for one in (*self.plan.operations, *inner))
 
@@ -143,10 +145,6 @@ class TracedStep:
             for k, kind in self._handles.items():
                 outputs[k] = kind.raise_val(outputs[k])
             return hold(jax.tree.unflatten(self._result, outputs), lease)
-
-
-def _is_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, RemoteGradient)
 
 
 def _kind(leaf: Any) -> Any:

@@ -89,7 +89,8 @@ def marks_in_parts(equations: Sequence[Equation]) -> list[Equation]:
             count = sum(use.used.parts)
             each = [list(parts(atom)) for atom in equation.inputs[:count]]
             inputs = [*(atom for mine in each for atom in mine), *equation.inputs[count:]]
-            equation = dataclasses.replace(equation, inputs=inputs, operation=use.in_parts(list(map(len, each))))
+            used = dataclasses.replace(use.used, parts=tuple(map(len, each)))
+            equation = dataclasses.replace(equation, inputs=inputs, operation=dataclasses.replace(use, used=used))
         found.append(equation)
     return found
 

@@ -2,12 +2,11 @@
 
 import collections
 import concurrent.futures
-import functools
 import heapq
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,13 +74,8 @@ class Prepared:
         return found, units
 
 
-class Asked(NamedTuple):
-    """An operation whose message is not complete yet. ``kept``: what is kept until the answer."""
-
-    operands: list[Any]
-    numbers: tuple[int, ...]
-    known: list[Any]
-    kept: Any
+# An operation whose message is not complete yet: its operands, its numbers, and its Started without a future.
+Asked = tuple[list[Any], tuple[int, ...], Started]
 
 
 class StepRun:
@@ -167,28 +161,27 @@ class StepRun:
                     self._await(number, started)
                 else:
                     numbers = operation.drawn(operands)
-                    asked = Asked(operands, numbers, operation.known(numbers), kept)
-                    groups.setdefault(operation.to, {})[number] = asked
-                    self._done(number, asked.known)
+                    started = Started(None, operation.finish, operation.known(numbers), kept=kept)
+                    groups.setdefault(operation.to, {})[number] = operands, numbers, started
+                    self._done(number, started.known)
         for group in groups.values():
             self._send_together(group)
 
-    def _send_together(self, group: Mapping[int, "Asked"]) -> None:
+    def _send_together(self, group: Mapping[int, Asked]) -> None:
         bundle, units = self._prepared.together(group)
         self._current = bundle.operations[0]
-        asked = [group[number] for number in units]
+        operands, numbers, asked = zip(*(group[number] for number in units), strict=True)
         only_fetches = all(one.reads for one in bundle.operations)
         with within(None if only_fetches else current_scope()):  # no owner must take part in a context by a fetch
-            future = bundle.send([one for each in asked for one in each.operands], [one.numbers for one in asked], None)
+            future = bundle.send(list(itertools.chain(*operands)), numbers, None)
         start = 0
-        for number, operation, one in zip(units, bundle.operations, asked, strict=True):
-            end = start + len(self._plan.units[number].outputs) - operation.first
-            self._await(
-                number, Started(future, functools.partial(_part_of, one.kept, operation, start, end), one.known)
-            )
+        for number, started in zip(units, asked, strict=True):
+            end = start + len(self._plan.units[number].outputs) - len(started.known)
+            started.future, started.part = future, slice(start, end)
+            self._await(number, started)
             start = end
 
-    def _join(self, groups: Mapping[int, Mapping[int, "Asked"]]) -> bool:
+    def _join(self, groups: Mapping[int, Mapping[int, Asked]]) -> bool:
         """Queue uses of gradients that only follow fetches in these groups: owners serve fetches first."""
         for number, ordered in self._prepared.follows.items():
             operation = self._plan.units[number].operation
@@ -217,7 +210,7 @@ class StepRun:
     def _finish(self, future: concurrent.futures.Future[Any], asked: Sequence[tuple[int, Started]]) -> None:
         self._current = self._plan.units[asked[0][0]].operation
         answer = future.result()
-        outputs = [started.finish(answer) for _, started in asked]
+        outputs = [one.finish(answer if one.part is None else list(answer[one.part])) for _, one in asked]
         for (number, started), mine in zip(asked, outputs, strict=True):
             self._done(number, mine, first=len(started.known))
 
@@ -231,11 +224,6 @@ class StepRun:
                 self._missing[user] -= 1
                 if not self._missing[user]:
                     self._ready(user)
-
-
-def _part_of(kept: Any, operation: Any, start: int, end: int, arrays: list[Any]) -> list[Any]:
-    found: list[Any] = operation.finish(list(arrays[start:end]))
-    return found
 
 
 _shared = jaxprs.Shared(4096)

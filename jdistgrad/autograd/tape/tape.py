@@ -63,9 +63,7 @@ def serving(message: int, place: Place) -> Iterator[None]:
         _serving.reset(token)
 
 
-def cause() -> int | None:
-    """Return the id of the message being served here, or None."""
-    return _serving.get()
+cause = _serving.get  # the id of the message being served here, or None
 
 
 def next_message() -> int:
@@ -87,12 +85,6 @@ class Link(NamedTuple):
 
 # The links of one worker in a context. Links of bundles are made when somebody reads them: naming functions takes time.
 Links = list[Link | Callable[[], list[Link]]]
-
-
-def gradient_link(number: int, owner: int, reference: int) -> Link:
-    """Return the link of a contribution that goes to the owner of its value."""
-    here, what = current_worker().rank, f"gradient of {spell(reference)}"
-    return Link(number, here, owner, what, backward=True, caused_by=cause(), reference=reference)
 
 
 def answer(message: int, call: int, what: str) -> Link:
@@ -224,3 +216,12 @@ def note_fetched(reference: int, owner: int) -> None:
     what = f"value of {spell(reference)}"
     link = Link(next_message(), owner, here, what, caused_by=cause(), reference=reference)
     scope.content(Tape).links.append(link)  # the receiver notes the link: the owner does not know of it
+
+
+def note_contribution(owner: int, reference: int, number: int) -> None:
+    """Note that a contribution goes to the owner of its value, if that is another worker."""
+    here = current_worker().rank
+    if owner != here:
+        what, by = f"gradient of {spell(reference)}", cause()
+        link = Link(number, here, owner, what, backward=True, caused_by=by, reference=reference)
+        current_tape(lambda: "a gradient").links.append(link)

@@ -274,16 +274,13 @@ class Results:
         layout, arrays = split(value, is_array)
         if self.known is None:
             self.learn((layout, [shape_of(one) for one in arrays]))
-        return self.arrived(arrays)
+        return as_jax(self.counted(arrays))
 
     @property
     def have_keys(self) -> bool:
         """Return whether the results are known to hold random keys: compiled code needs their key data instead."""
         leaves = () if self.known is None else trees.leaves(self.known[0].tree)
         return any(isinstance(leaf, Hole) and leaf.impl is not None for leaf in leaves)
-
-    def arrived(self, arrays: list[Any]) -> list[Any]:
-        return as_jax(self.counted(arrays))
 
     def counted(self, arrays: list[Any]) -> list[Any]:
         """Return the arrays. Raises DifferentiationError if their number, a shape or a dtype is not the known one."""

@@ -33,11 +33,16 @@ TAG_SHAPE = jax.ShapeDtypeStruct((4,), np.uint32)
 
 @dataclasses.dataclass
 class Started:
-    """An operation under way. ``known``: the outputs known before the answer; ``finish`` turns it into the others."""
+    """An operation under way. ``known``: the outputs known before the answer; ``finish`` turns it into the others.
 
-    future: concurrent.futures.Future[Any]
+    ``part``: of an answer to several, the places of this one's arrays. ``kept``: what is kept until the answer.
+    """
+
+    future: Any
     finish: Callable[[Any], list[Any]]
     known: Sequence[Any] = ()
+    part: slice | None = None
+    kept: Any = None
 
     def outputs(self) -> list[Any]:
         return [*self.known, *self.finish(self.future.result())]
@@ -225,10 +230,9 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
         except Exception as error:
             raise DifferentiationError(in_words(error)) from error
 
-    def call_back(*operands: Any) -> tuple[Any, ...]:
-        return tuple(jax.pure_callback(perform, shapes, *operation.needed(operands)))
-
-    return mlir.lower_fun(call_back, multiple_results=True)(context, *operands)
+    return mlir.lower_fun(
+        lambda *operands: tuple(jax.pure_callback(perform, shapes, *operation.needed(operands))), multiple_results=True
+    )(context, *operands)
 
 
 def _lowering(operation: Any) -> Any:
