@@ -26,6 +26,7 @@ from jdistgrad.rpc.claims import StandIn
 from jdistgrad.rpc.functions import Args, Kwargs, describe
 from jdistgrad.rpc.futures import done_future
 from jdistgrad.rpc.handles import NO_MARKS, with_marks
+from jdistgrad.rpc.owned import WHOLE
 from jdistgrad.rpc.rref import RRef, staged_reference
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.message import as_token, from_token

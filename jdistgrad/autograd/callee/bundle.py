@@ -23,6 +23,7 @@ from jdistgrad.autograd.tape.tape import Place, answer, current_tape, next_messa
 from jdistgrad.autograd.values.holes import Uniform, as_jax, strong
 from jdistgrad.autograd.values.primitive import has_wire
 from jdistgrad.rpc.by_value import OWN, Cached, from_cache
+from jdistgrad.rpc.codec import BY_PARTS
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.rpc.pending import task_served
 from jdistgrad.rpc.worker import current_worker
