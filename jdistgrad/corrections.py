@@ -3,11 +3,8 @@
 Type checkers must not see these methods: they would believe that every attribute and operator exists.
 """
 
-import functools
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
-
-F = TypeVar("F", bound=Callable[..., Any])
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 OPERATORS = {
     "add": "+", "sub": "-", "mul": "*", "matmul": "@", "truediv": "/", "floordiv": "//", "mod": "%", "pow": "**",
@@ -94,18 +91,3 @@ for _name, _symbol in {**OPERATORS, **COMPARISONS, "neg": "-", "abs": "abs"}.ite
         _refuse_in(Later, f"r{_name}", f"operator {_symbol}")
 for _name, _what in {"array": "array form", "len": "length", "float": "numeric form"}.items():
     _refuse_in(Elsewhere, _name, _what)
-
-
-def needing_arguments(what: str) -> Callable[[F], F]:
-    """Return a decorator of a method that is not called without arguments; the error then says ``what`` it takes."""
-
-    def decorated(method: Any) -> Any:
-        @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not args and not kwargs:
-                raise TypeError(what)
-            return method(self, *args, **kwargs)
-
-        return call
-
-    return decorated

@@ -19,8 +19,7 @@ from jdistgrad.data_parallel.buckets import plan_buckets as plan_buckets
 from jdistgrad.data_parallel.parallel import DataParallel as DataParallel
 from jdistgrad.errors import *  # noqa: F403
 from jdistgrad.ffi.dispatch import provide_threads as _provide_threads
-from jdistgrad.modules.function import RemoteFunction as RemoteFunction
-from jdistgrad.modules.module import RemoteModule as RemoteModule
+from jdistgrad.modules.function import RemoteFunction as RemoteFunction, RemoteModule as RemoteModule
 from jdistgrad.modules.on_owners import get as get, tree_map as tree_map
 from jdistgrad.notebooks import MpiEngines as MpiEngines
 from jdistgrad.observe.timeline import Timeline as Timeline, timeline as timeline

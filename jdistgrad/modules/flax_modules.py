@@ -11,8 +11,7 @@ from flax import linen, nnx
 
 from jdistgrad import jaxprs
 from jdistgrad.autograd.values.holes import is_array
-from jdistgrad.modules.applying import Apply, Made
-from jdistgrad.modules.blueprint import Blueprint, blueprint, built
+from jdistgrad.modules.applying import Apply, Blueprint, Made, built
 from jdistgrad.rpc.functions import Args, Kwargs
 
 
@@ -42,8 +41,8 @@ class LinenApply(Apply):
         unknown = sorted(set(changed) - {"params", *state})
         if unknown:
             raise ValueError(
-                f"mutable={mutable!r}: {self.label} has no collection {unknown[0]!r} on its owner, only "
-                f"{sorted(state) or 'its parameters'}. Return from the module what it makes anew in each call (sow)."
+                f"mutable={mutable!r}: {self.label} has only {sorted(state) or 'parameters'} on its owner, not "
+                f"{unknown[0]!r}. Return from the module what it makes anew in each call (sow)."
             )
         return result, {name: changed.get(name, part) for name, part in state.items()}
 
@@ -69,11 +68,7 @@ class NnxApply(Apply):
         return nnx.to_pure_dict(parameters), nnx.to_pure_dict(state)
 
     def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-        def call(before: Any) -> tuple[Any, Any]:
-            parameters, state = before
-            return self._called(parameters, state, args, kwargs)
-
-        before = parameters, state
+        call, before = functools.partial(self._called, args=args, kwargs=kwargs), (parameters, state)
         result, after = call(before)
         kept, left = _with_the_same_leaves(before, after, lambda before: call(before)[1])
         known, found = map(jax.tree_util.tree_leaves_with_path, (parameters, kept))
@@ -86,19 +81,25 @@ class NnxApply(Apply):
                 )
         return result, left
 
-    def _called(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
-        """Return the module's result, and its parameters and its state after the call."""
+    def _called(self, before: tuple[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Any, tuple[Any, ...]]:
+        """Return the module's result, and its parameters and its state after the call: those it was made with.
+
+        A call may have made other variables (sow).
+        """
         graph, *templates = self._parts
         filled = [jax.tree.map(lambda leaf: leaf, one) for one in templates]
-        for one, values in zip(filled, (parameters, state), strict=True):
+        for one, values in zip(filled, before, strict=True):
             nnx.replace_by_pure_dict(one, values)
         module = nnx.merge(graph, *filled)
         if self.mode:
             method, attributes = self.mode
             getattr(module, method)(**dict(attributes))
-        result = module(*args, **kwargs)
-        kinds = nnx.Param, nnx.Not(nnx.Param)
-        return result, tuple(_taken(one, nnx.state(module, kind)) for one, kind in zip(templates, kinds, strict=True))
+        result, after = module(*args, **kwargs), []
+        for template, kind in zip(templates, (nnx.Param, nnx.Not(nnx.Param)), strict=True):
+            known = {path for path, _ in nnx.to_flat_state(template)}
+            found = [(path, one) for path, one in nnx.to_flat_state(nnx.state(module, kind)) if path in known]
+            after.append(nnx.to_pure_dict(nnx.from_flat_state(found)))
+        return result, tuple(after)
 
     @functools.cached_property
     def _parts(self) -> Any:
@@ -119,15 +120,3 @@ def _with_the_same_leaves(before: Any, after: Any, call: Callable[[Any], Any]) -
         return after
     numbers = jaxprs.passed_on(jax.make_jaxpr(call)(before).jaxpr)
     return jax.tree.unflatten(tree, [one if k is None else known[k] for k, one in zip(numbers, found, strict=True)])
-
-
-def _taken(template: Any, state: Any) -> Any:
-    """Return the variables that the module was made with. A call may have made others (sow)."""
-    found = nnx.to_flat_state(state)
-    known = {path for path, _ in nnx.to_flat_state(template)}
-    return nnx.to_pure_dict(nnx.from_flat_state([(path, one) for path, one in found if path in known]))
-
-
-def factory_blueprint(factory: Callable[..., Any]) -> Blueprint:
-    described = blueprint(factory, lambda value: None)
-    return described if isinstance(described, Blueprint) else Blueprint(functools.partial, (described,))

@@ -42,20 +42,18 @@ def get(tree: Any, *, timeout: float | None = None) -> Any:
     if not trace_state_clean():
         fetched = [leaf.to_here(timeout) if _is_reference(leaf) else leaf for leaf in leaves]
         return jax.tree.unflatten(structure, fetched)
-    asked: dict[tuple[int, Any], list[int]] = collections.defaultdict(list)
     scopes: list[Any] = [leaf.checked_scope() for leaf in leaves if isinstance(leaf, RemoteGradient)] or [
         current_scope()
     ]
+    asked: dict[tuple[int, Any], list[tuple[int, Any]]] = collections.defaultdict(list)
     for k, leaf in enumerate(leaves):
-        if _is_reference(leaf):
-            scope = leaf.scope if isinstance(leaf, RemoteGradient) else scopes[0]
-            asked[leaf.owner.rank, scope].append(k)
+        if isinstance(leaf, RemoteGradient):
+            asked[leaf.owner.rank, leaf.scope].append((k, leaf.identified()))
+        elif isinstance(leaf, RRef):
+            asked[leaf.owner.rank, scopes[0]].append((k, by_reference(leaf)))
     answers = []
-    for (owner, scope), numbers in asked.items():
-        wanted = [
-            leaves[k].identified() if isinstance(leaves[k], RemoteGradient) else by_reference(leaves[k])
-            for k in numbers
-        ]
+    for (owner, scope), mine in asked.items():
+        numbers, wanted = zip(*mine, strict=True)
         with within(scope):
             answers.append((numbers, api.rpc_async(owner, _values, (wanted,), timeout=timeout)))
     for numbers, answer in answers:
@@ -83,9 +81,7 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
       >>> decay = sum(jd.get(jd.tree_map(lambda p: jnp.sum(p**2), [enc, dec])))     # weight decay
     """
     if not callable(f):
-        raise TypeError(
-            f"tree_map takes a function and trees: tree_map(jnp.copy, params). It was given {f!r:.60} first."
-        )
+        raise TypeError(f"tree_map takes a function and trees, as in tree_map(jnp.copy, params), not {f!r:.60} first")
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_reference)

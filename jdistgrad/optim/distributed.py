@@ -18,7 +18,7 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import Context, find_context
 from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.autograd.operations.uses import use, use_all
-from jdistgrad.corrections import Corrected, needing_arguments
+from jdistgrad.corrections import Corrected
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.optim import owner
 from jdistgrad.optim.averaging import with_extra_arguments
@@ -71,37 +71,30 @@ class DistributedOptimizer(Corrected):
         refuse_nan: bool = False,
         **settings: Never,
     ):
-        if isinstance(tx, optax.MultiSteps):
-            tx = with_extra_arguments(tx)
+        tx = with_extra_arguments(tx) if isinstance(tx, optax.MultiSteps) else tx
         if settings or not isinstance(tx, optax.GradientTransformation):
-            needed = "DistributedOptimizer needs an optax transformation with its settings, like optax.adam(1e-3)"
             given = ", ".join(map(repr, settings.values())) or "..."
-            made = f"the function that makes one: {getattr(tx, '__name__', tx)}({given})"
-            raise TypeError(f"{needed}, not {made if callable(tx) else f'{tx!r:.60}, {given}'}")
-        self._rrefs = _checked(rrefs)
+            raise TypeError(
+                "DistributedOptimizer needs an optax transformation with its settings, like optax.adam(1e-3), not the "
+                f"function that makes one: {getattr(tx, '__name__', tx)}({given})"
+            )
         if max_global_norm is not None and not max_global_norm > 0:
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
+        self._rrefs = _checked(rrefs)
         self._max_norm = None if max_global_norm == math.inf else max_global_norm
         self._refuse_nan = refuse_nan
-        self._takes_extra = isinstance(tx, optax.GradientTransformationExtraArgs)
         numbers: dict[int, list[int]] = collections.defaultdict(list)
         for number, rref in enumerate(self._rrefs):
             numbers[rref.owner.rank].append(number)
-        self._numbers = dict(numbers)
-        self._owned = {
-            rank: api.remote(rank, owner.own_parameters, (tx, [by_reference(self._rrefs[k]) for k in mine]))
-            for rank, mine in self._numbers.items()
-        }
-        _all([owned.creation() for owned in self._owned.values()])
-        self._on_owners = [(self._owned[rank], mine) for rank, mine in self._numbers.items()]
-        self._owners = tuple(str(owned.owner) for owned in self._owned.values())
-        self._spelled_numbers = [", ".join(map(str, mine)) for mine in self._numbers.values()]
-        self._looks_first = self._max_norm is not None or refuse_nan
+        self._on_owners: list[tuple[RRef[owner.OwnedParameters], list[int]]] = [
+            (api.remote(rank, owner.own_parameters, (tx, [by_reference(self._rrefs[k]) for k in mine])), mine)
+            for rank, mine in numbers.items()
+        ]
+        _all([owned.creation() for owned, _ in self._on_owners])
+        self._owners = tuple(str(owned.owner) for owned, _ in self._on_owners)
+        self._spelled_numbers = [", ".join(map(str, mine)) for mine in numbers.values()]
 
-    @needing_arguments(
-        "optimizer.step takes the context, optimizer.step(ctx), or the gradients that value_and_grad returned"
-    )
-    def step(self, gradients: Any, **extra: Any) -> None:
+    def step(self, gradients: Any = None, **extra: Any) -> None:
         """Update every value with its gradient; return when all owners are done.
 
         Arguments:
@@ -121,7 +114,7 @@ class DistributedOptimizer(Corrected):
           StaleReferenceError: the optimizer was made in a world that has been shut down.
         """
         self._require_its_world("optimizer.step")
-        arrays = self._checked_extra(extra)
+        arrays = {name: jnp.asarray(value) for name, value in extra.items()}
         if not isinstance(gradients, Context | contextlib.AbstractContextManager | int):
             self._step_with(gradients, arrays)
             return
@@ -132,14 +125,14 @@ class DistributedOptimizer(Corrected):
             )
         with within(find_context(gradients).scope):
             scale = 1.0
-            if self._looks_first:
-                inspected = np.stack(self._everywhere(owner.inspect))
+            if self._max_norm is not None or self._refuse_nan:
+                inspected = np.stack(self._everywhere("inspect"))
                 if self._refuse_nan:
                     owner.require_finite(self._owners, inspected[:, 1].tolist())
                 scale = float(self._factor(inspected[:, 0], np))
-            elif len(self._owned) > 1:  # the only owner checks for itself
-                self._everywhere(owner.require_gradients)
-            self._everywhere(owner.step, scale, arrays)
+            elif len(self._on_owners) > 1:  # the only owner checks for itself
+                self._everywhere("wait_for")
+            self._everywhere("step", scale, arrays)
 
     def state(self) -> dict[str, Any]:
         """Return values and optimizer states as a pytree that can be saved: ``{"values": [...], "states": [...]}``.
@@ -147,10 +140,10 @@ class DistributedOptimizer(Corrected):
         A third part, ``"owned"``, holds no arrays: its keys say which values each owner has.
         """
         self._require_its_world("optimizer.state")
-        each = self._owned.values()
-        found = _all([api.rpc_async(owned.owner, owner.OwnedParameters.state, (owned,)) for owned in each])
+        there = owner.OwnedParameters.state
+        found = _all([api.rpc_async(owned.owner, there, (owned,)) for owned, _ in self._on_owners])
         values: list[Any] = [None] * len(self._rrefs)
-        for mine, (here, _) in zip(self._numbers.values(), found, strict=True):
+        for (_, mine), (here, _) in zip(self._on_owners, found, strict=True):
             for number, value in zip(mine, here, strict=True):
                 values[number] = value
         owned = dict.fromkeys(self._spelled_numbers)
@@ -167,9 +160,9 @@ class DistributedOptimizer(Corrected):
             nothing was restored on any owner.
         """
         self._require_its_world("optimizer.restore")
-        parts = zip(self._owned.values(), references_kept(self._parts(state)), strict=True)
+        parts = zip(self._on_owners, references_kept(self._parts(state)), strict=True)
         there = owner.OwnedParameters
-        prepared = [(owned, api.remote(owned.owner, there.prepare, (owned, part))) for owned, part in parts]
+        prepared = [(owned, api.remote(owned.owner, there.prepare, (owned, part))) for (owned, _), part in parts]
         _all([part.creation() for _, part in prepared])
         _all([api.rpc_async(owned.owner, there.put_back, (owned, part)) for owned, part in prepared])
 
@@ -182,34 +175,18 @@ class DistributedOptimizer(Corrected):
         """Return each owner's part of a saved state."""
         if not isinstance(state, Mapping) or not {"values", "states"} <= set(state):
             raise ValueError("restore takes what state() gave, a dict with 'values' and 'states'")
-        values, states = state["values"], state["states"]
-        if len(values) != len(self._rrefs) or len(states) != len(self._owned):
-            raise ValueError(
-                f"restore: {len(values)} values on {len(states)} owners, but this optimizer has {len(self._rrefs)} on "
-                f"{len(self._owned)}"
-            )
-        owned = state.get("owned") or self._spelled_numbers
+        values, states, owned = state["values"], state["states"], state.get("owned") or self._spelled_numbers
+        if len(values) != len(self._rrefs) or len(states) != len(self._on_owners):
+            here = f"{len(self._rrefs)} on {len(self._on_owners)}"
+            raise ValueError(f"restore: {len(values)} values on {len(states)} owners, but this optimizer has {here}")
         if set(owned) != set(self._spelled_numbers):
             raise ValueError(
                 f"restore: an owner each had the values ({'), ('.join(owned)}), but here have "
                 f"({'), ('.join(self._spelled_numbers)}): states would come to other values. jd.save and jd.restore "
                 "find the state of each value on any owner."
             )
-        each = enumerate(zip(self._numbers.values(), states, strict=True))
-        return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, (mine, one) in each]
-
-    def _checked_extra(self, extra: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what a transformation takes besides gradients, as arrays."""
-        for name, value in extra.items():
-            if not self._takes_extra:
-                raise TypeError(f"optimizer.step: this transformation takes nothing but gradients, but got {name}=")
-            if not isinstance(value, jax.Array | np.ndarray | np.generic | int | float | complex):
-                raise TypeError(
-                    f"optimizer.step: {name}= is {value!r:.60}, expected an array or a number, which goes to every "
-                    "owner. A function of all parameters (of a line search, as in optax.lbfgs) cannot be called by one "
-                    "owner."
-                )
-        return {name: jnp.asarray(value) for name, value in extra.items()}
+        each = enumerate(zip(self._on_owners, states, strict=True))
+        return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, ((_, mine), one) in each]
 
     def _step_with(self, gradients: Any, extra: dict[str, Any]) -> None:
         """Update every value with its RemoteGradient among these."""
@@ -221,26 +198,24 @@ class DistributedOptimizer(Corrected):
                 "respect to the reference, or step with the context: optimizer.step(ctx).",
                 missing=missing,
             )
-        chosen = {rref.id: found[rref.id] for rref in self._rrefs}
-        with within(_scope_of([one for each in chosen.values() for one in each])):
-            marks = {
-                number: functools.reduce(operator.add, [one.marks for one in each]) for number, each in chosen.items()
-            }
+        mine = [found[rref.id] for rref in self._rrefs]
+        with within(_scope_of([one for each in mine for one in each])):
+            marks = [functools.reduce(operator.add, [one.marks for one in each]) for each in mine]
             others = []
-            if self._looks_first:
+            if self._max_norm is not None or self._refuse_nan:
                 inspected = jnp.stack(self._use(owner.Inspect, marks, []))
                 others = [jnp.asarray(self._factor(inspected[:, 0], jnp)), inspected[:, 1]]
             owners = self._owners if self._refuse_nan else ()
             function = functools.partial(owner.OwnersStep, owners=owners, extra=tuple(extra))
             self._use(function, marks, [*extra.values(), *others])
 
-    def _use(self, function: Callable[..., Any], marks: dict[int, Any], others: Sequence[Any]) -> list[Any]:
+    def _use(self, function: Callable[..., Any], marks: Sequence[Any], others: Sequence[Any]) -> list[Any]:
         """Let all owners use their gradients; return the array that each use returns."""
-        uses = []
-        for rank, mine in self._numbers.items():
-            gradients = [(self._rrefs[k], marks[self._rrefs[k].id]) for k in mine]
-            uses.append(use(function(self._owned[rank].id), gradients, others))
-        return use_all(uses, needs=(self._owned, self._rrefs))
+        uses = [
+            use(function(owned.id), [(self._rrefs[k], marks[k]) for k in mine], others)
+            for owned, mine in self._on_owners
+        ]
+        return use_all(uses, needs=(self._on_owners, self._rrefs))
 
     def _factor(self, squares: Any, numpy: Any) -> Any:
         """Return the factor for gradients with these squared norms, in NumPy or in JAX's."""
@@ -248,23 +223,22 @@ class DistributedOptimizer(Corrected):
             return np.float32(1)
         return self._max_norm / numpy.maximum(numpy.sqrt(squares.sum()), self._max_norm)
 
-    def _everywhere(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        return _all([api.rpc_async(owned.owner, function, (owned.id, *args)) for owned in self._owned.values()])
+    def _everywhere(self, method: str, *args: Any) -> list[Any]:
+        """Call a method with the gradients in the current context on all owners; return the results."""
+        given = [(owned, (owned.id, method, *args)) for owned, _ in self._on_owners]
+        return _all([api.rpc_async(owned.owner, owner.with_gradients, each) for owned, each in given])
 
 
 def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
     if isinstance(rrefs, RRef | Mapping):
-        many = "list(rrefs.values())" if isinstance(rrefs, Mapping) else "for a single one, [rref]"
-        raise TypeError(f"DistributedOptimizer takes a list of RRefs: {many}")
+        raise TypeError("DistributedOptimizer takes a list of RRefs: list(rrefs.values()), or [rref] for a single one")
     found = list(rrefs)
     for rref in found:
         if not isinstance(rref, RRef):
-            own = isinstance(getattr(rref, "parameters", None), RRef)
-            remedy = "pass its parameters, module.parameters"
-            if not own:
-                sent = "if it was a reference where this call was made, send jd.by_reference of it"
-                remedy = f"wrap it, RRef(value); or, {sent}"
-            raise TypeError(f"DistributedOptimizer optimizes RRefs, not {type(rref).__name__}: {remedy}")
+            raise TypeError(
+                f"DistributedOptimizer optimizes RRefs, not {type(rref).__name__}: of a module pass module.parameters; "
+                "wrap a value of this worker, RRef(value); send jd.by_reference of what is to arrive as a reference"
+            )
     if not found or len(set(found)) < len(found):
         raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")
     return found

@@ -1,10 +1,12 @@
-"""The owner's side of an optimizer: the parameters that live on one worker, and the state that belongs to them."""
+"""The owner's side of an optimizer: the parameters that live on one worker, and the state that belongs to them.
+
+Saved values and states are compared with the current ones, and converted to the same kinds, by pure functions.
+"""
 
 import dataclasses
 import itertools
-import operator
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,12 +18,14 @@ from jdistgrad.autograd.callee.functions import own_parts
 from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, is_float_array, split
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.optim import restoring
+from jdistgrad.leaves import LeafSpec, plain
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.functions import ServedFunction, shown_as
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 
+ARRAYS = jax.Array, np.ndarray, np.generic
+NUMBERS = {bool, int, float, complex}
 LEAF = jax.tree.structure(0)
 
 Gradient = Sequence[Any]  # of one value: an array for each of its float arrays, None if nothing was contributed to it
@@ -53,7 +57,7 @@ class ValueForm:
 
     def __init__(self) -> None:
         self._structure: Any = None
-        self._kinds: list[tuple[bool, Any]] = []  # whether each leaf has a gradient; its dtype, or else the leaf
+        self._kinds: list[Any] = []  # of each leaf that has a gradient, the dtype; all others themselves
         self._tree: Any = None
         self._layout: Any = None
 
@@ -61,16 +65,12 @@ class ValueForm:
         leaves, structure = jax.tree.flatten(whole)
         if self._structure is not None and structure == self._structure:
             each = list(zip(leaves, self._kinds, strict=True))
-            if all(
-                isinstance(one, jax.Array) and one.dtype == what if has else one is what for one, (has, what) in each
-            ):
-                return Value([leaf for leaf, (has, _) in each if has], self._tree, self._layout)
+            if all(one is kind or (isinstance(one, jax.Array) and one.dtype is kind) for one, kind in each):
+                return Value([one for one, kind in each if one is not kind], self._tree, self._layout)
         found = Value.of(whole)
-        has = [has_gradient(leaf) for leaf in leaves]
-        chosen = [leaf for leaf, one in zip(leaves, has, strict=True) if one]
-        same = len(chosen) == len(found.leaves) and all(map(operator.is_, chosen, found.leaves))
+        same = [id(leaf) for leaf in leaves if has_gradient(leaf)] == list(map(id, found.leaves))
         self._structure = structure if same else None  # JAX takes apart what holds references in another way
-        self._kinds = [(one, leaf.dtype if one else leaf) for leaf, one in zip(leaves, has, strict=True)]
+        self._kinds = [leaf.dtype if has_gradient(leaf) else leaf for leaf in leaves]
         self._tree, self._layout = found.tree, found.layout
         return found
 
@@ -88,16 +88,15 @@ class OwnedParameters:
         try:
             self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
         except Exception as error:
-            text = f"the transformation gets the list of the values that are optimized here, {len(values)} of them. "
-            more = "A tree of masks or labels is such a list too, or a function of the list."
-            error.add_note(f"{current_worker().info}: {text}{more}")
+            error.add_note(
+                f"{current_worker().info}: the transformation gets the list of the values that are optimized here, "
+                f"{len(values)} of them. A tree of masks or labels is such a list too, or a function of the list."
+            )
             raise
 
-        def update(
-            trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any, extra: dict[str, Any]
-        ) -> tuple[Any, Any]:
-            scaled = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), _unflattened(trees, gradients))
-            parameters = _unflattened(trees, parameters)
+        def update(trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any, extra: Any) -> tuple[Any, Any]:
+            gradients, parameters = (list(map(jax.tree.unflatten, trees, one)) for one in (gradients, parameters))
+            scaled = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
             updates, state = transformation.update(scaled, state, parameters, **extra)
             return [jax.tree.leaves(one) for one in optax.apply_updates(parameters, updates)], state
 
@@ -107,6 +106,10 @@ class OwnedParameters:
         """Return two numbers: the gradients' squared norm, and 1 if all are finite, else 0."""
         found = _inspected([leaf for one in self._of_arrays(gradients) for leaf in one if leaf is not None])
         return np.array(found, jax.dtypes.canonicalize_dtype(np.float64))
+
+    def wait_for(self, gradients: Sequence[Gradient]) -> None:
+        """Raise if the computation of a gradient has failed."""
+        jax.block_until_ready(gradients)
 
     def step(self, gradients: Sequence[Gradient], scale: Any, extra: dict[str, Any]) -> None:
         """Update the values with gradients. ``extra``: what the transformation takes besides, such as the loss."""
@@ -139,17 +142,15 @@ class OwnedParameters:
     def prepare(self, saved: Saved) -> Saved:
         """Check that saved values and state fit the current ones; return them for ``put_back``. Changes nothing."""
         values, state = self.state()
-        known = {
-            "values": dict(zip(saved["values"], values, strict=True)),
-            "states": dict.fromkeys(saved["states"], state),
-        }
-        differs = restoring.difference(saved, known)
+        named = dict(zip(saved["values"], values, strict=True))
+        known = {"values": named, "states": dict.fromkeys(saved["states"], state)}
+        differs = difference(saved, known)
         if differs is not None:
             raise ValueError(
                 f"restore on {current_worker().info}: {differs}. Nothing was restored on any worker. Restore what "
                 "state() gave of an optimizer of the same values and the same transformation."
             )
-        return restoring.converted(saved, known)
+        return converted(saved, known)
 
     @shown_as("the return of an optimizer's saved state")
     def put_back(self, prepared: Saved) -> None:
@@ -174,23 +175,6 @@ class OwnedParameters:
         return [one for one in found if one is not None]
 
 
-def _unflattened(trees: Any, leaves: Any) -> list[Any]:
-    return [jax.tree.unflatten(tree, mine) for tree, mine in zip(trees, leaves, strict=True)]
-
-
-# The functions that a step calls on owners. The optimizer holds a reference to the parameters: an id is enough.
-
-
-@shown_as("the start of an optimizer on an owner")
-def own_parameters(transformation: Any, rrefs: Sequence[Any]) -> OwnedParameters:
-    return OwnedParameters(transformation, rrefs)
-
-
-def _known(identifier: int) -> OwnedParameters:
-    found: OwnedParameters = current_worker().references.owned.value(identifier).result()
-    return found
-
-
 @jax.jit
 def _inspected(leaves: list[Any]) -> tuple[Any, Any]:
     wide = [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in leaves]
@@ -198,22 +182,24 @@ def _inspected(leaves: list[Any]) -> tuple[Any, Any]:
     return sum(squares), jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
-@shown_as("an inspection of gradients")
-def inspect(identifier: int) -> Any:
-    owned = _known(identifier)
-    return owned.inspect(owned.gradients())
+# The functions that an optimizer calls on owners. It holds a reference to the parameters: for a step an id is enough.
 
 
-@shown_as("the wait for gradients")
-def require_gradients(identifier: int) -> None:
-    """Raise if a gradient is missing, or if its computation has failed."""
-    jax.block_until_ready(_known(identifier).gradients())
+@shown_as("the start of an optimizer on an owner")
+def own_parameters(transformation: Any, rrefs: Sequence[Any]) -> OwnedParameters:
+    return OwnedParameters(transformation, rrefs)
 
 
 @shown_as("an optimizer's step")
-def step(identifier: int, scale: float, extra: dict[str, Any]) -> None:
+def with_gradients(identifier: int, method: str, *args: Any) -> Any:
+    """Call a method of the parameters with their gradients in the current context."""
     owned = _known(identifier)
-    owned.step(owned.gradients(), scale, extra)
+    return getattr(owned, method)(owned.gradients(), *args)
+
+
+def _known(identifier: int) -> OwnedParameters:
+    found: OwnedParameters = current_worker().references.owned.value(identifier).result()
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,3 +246,60 @@ def require_finite(owners: Sequence[str], finite: Sequence[Any]) -> None:
     bad = [owner for owner, one in zip(owners, finite, strict=True) if not one]
     if bad:
         raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)
+
+
+def difference(found: Any, known: Any) -> str | None:
+    """Return the first difference in structure, shapes or dtypes, in words; None if there is none."""
+
+    def by_place(tree: Any) -> dict[str, Any]:
+        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+    shown: list[Any] = [jax.tree.structure(tree) for tree in (found, known)]
+    other = f"the structure is {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else None
+    return first_difference(by_place(found), by_place(known), _fits, _kind) or other
+
+
+def first_difference(
+    theirs: Mapping[str, Any],
+    ours: Mapping[str, Any],
+    fits: Callable[[Any, Any], bool],
+    spelled: Callable[[Any], str],
+) -> str | None:
+    """Return the first difference between leaves by place, in words; None if theirs fit."""
+    for place, expected in ours.items():
+        if place not in theirs:
+            return f"{place} is missing, expected {spelled(expected)}"
+        if not fits(theirs[place], expected):
+            return f"{place} is {spelled(theirs[place])}, expected {spelled(expected)}"
+    extra = next((place for place in theirs if place not in ours), None)
+    return None if extra is None else f"{extra} is not expected; it is {spelled(theirs[extra])}"
+
+
+def converted(found: Any, known: Any) -> Any:
+    """Convert fitting values to the kinds of the known values, with the order of the known dicts.
+
+    Arrays become copies on this worker, which nobody else writes to.
+    """
+    leaves = trees.leaves(found)
+    return trees.map_leaves(lambda leaf: _at_home(next(leaves), leaf), known)
+
+
+def _fits(found: Any, expected: Any) -> bool:
+    """Return whether a leaf fits. Files return Python numbers as arrays without dimensions."""
+    if type(expected) in NUMBERS and isinstance(found, ARRAYS):
+        plain = isinstance(found.dtype, np.dtype) and found.ndim == 0
+        return plain and np.can_cast(found.dtype, type(expected), "same_kind")
+    return _kind(found) == _kind(expected)
+
+
+def _kind(leaf: Any) -> str:
+    return str(LeafSpec.of(leaf)) if isinstance(leaf, ARRAYS) else f"a {type(leaf).__name__}"
+
+
+def _at_home(found: Any, known: Any) -> Any:
+    if isinstance(known, jax.Array):  # a copy: one restored from a file may be committed to another worker's device
+        spec = LeafSpec.of(found if isinstance(found, jax.Array) else known)  # NumPy knows of no weak types
+        return spec.restored(np.array(plain(found)))
+    if isinstance(known, np.ndarray):
+        return np.array(found)
+    return type(known)(found.item()) if type(known) in NUMBERS and isinstance(found, ARRAYS) else found

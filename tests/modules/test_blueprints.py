@@ -12,9 +12,9 @@ from helpers.data import assert_close
 from helpers.models import Both, Encoder, X
 from helpers.worlds import last, on_worker0
 
-from jdistgrad.modules.blueprint import blueprint, built
+from jdistgrad.modules.applying import blueprint, built
 from jdistgrad.modules.flax_modules import take_apart
-from jdistgrad.modules.module import RemoteModule
+from jdistgrad.modules.function import RemoteModule
 
 
 def blueprint_of(module):

@@ -11,7 +11,7 @@ from helpers.data import assert_close
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.modules.module import RemoteModule
+from jdistgrad.modules.function import RemoteModule
 
 NOT_PARAMETERS = nnx.Not(nnx.Param)
 ROUNDING = 1e-4  # of gradients of size 10, through a variance that flax computes from squares

@@ -15,8 +15,8 @@ from helpers.worlds import last, on_worker0
 import jdistgrad as jd
 from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED
 from jdistgrad.modules import flax_modules
-from jdistgrad.modules.blueprint import blueprint
-from jdistgrad.modules.module import RemoteModule
+from jdistgrad.modules.applying import blueprint
+from jdistgrad.modules.function import RemoteModule
 
 
 def serial(module, *args, seed=3):

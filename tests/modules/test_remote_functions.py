@@ -12,8 +12,7 @@ from helpers.models import Normalized, X, compiled_line, init_line, line, square
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.modules.function import RemoteFunction
-from jdistgrad.modules.module import RemoteModule
+from jdistgrad.modules.function import RemoteFunction, RemoteModule
 
 
 @pytest.mark.parametrize("apply", [line, compiled_line])
