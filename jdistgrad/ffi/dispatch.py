@@ -11,10 +11,7 @@ local world each worker may have such a program that waits for the other workers
 
 import contextlib
 import functools
-import logging
 import os
-import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,10 +21,15 @@ from jdistgrad._compat import backends_are_initialized
 from jdistgrad.threads import OWN_POOL, POOL, usable_cores
 
 OPTION = "jax_cpu_enable_async_dispatch"
-PATIENCE = 2.0  # seconds
 THREADS = 32  # this many slow down products of large matrices by 3 % on two cores
 
-log = logging.getLogger("jdistgrad.ffi")
+HELD_A_THREAD = (
+    "The program that waited held one of XLA's threads: with all of them held, nothing that other workers request is "
+    f"computed here. Set the environment variable {POOL} to a larger number (jdistgrad run sets it to a rank's share "
+    "of the cores), and import jdistgrad after jax, before the first array is made: jdistgrad then tells JAX to run "
+    "programs on the threads that call them, and, in a program that was not started as a job, XLA to have "
+    f"{THREADS} threads."
+)
 
 
 def run_programs_where_they_are_called() -> None:
@@ -64,51 +66,3 @@ def explained_on(count: int, function: Callable[..., Any]) -> Callable[..., Any]
             raise
 
     return call
-
-
-class WaitingPrograms:
-    """A count of the programs that wait for other workers on XLA's threads.
-
-    A worker looks, with its housekeeping, whether these have been all in use for a while, which is told once: shorter
-    waits are those of every collective.
-    """
-
-    def __init__(self) -> None:
-        self._count, self._lock = 0, threading.Lock()
-        self._full_since: float | None = None
-        self._told = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._count >= self._size and self._full_since is None:
-                self._full_since = time.monotonic()
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._count -= 1
-            if self._count < self._size:
-                self._full_since = None
-
-    def look(self, now: float) -> None:
-        since = self._full_since
-        if since is None or self._told or now - since < PATIENCE:
-            return
-        self._told = True
-        log.warning(
-            "%d compiled programs wait for other workers, and XLA has no more threads here: requests from other "
-            "workers may now wait for ever. Set the environment variable %s to a larger number (jdistgrad run "
-            "sets it to a rank's share of the cores), and import jdistgrad after jax, before the first array is "
-            "made: jdistgrad then tells JAX to run programs on the threads that call them, and, in a program that "
-            "was not started as a job, XLA to have %d threads.",
-            self._count,
-            POOL,
-            THREADS,
-        )
-
-    @functools.cached_property
-    def _size(self) -> int:
-        """Return how many threads XLA has for programs on CPUs."""
-        reserved = os.environ.get(POOL, "")
-        cores = int(reserved) if reserved.isdigit() else len(usable_cores())
-        return max(1, cores, len(jax.local_devices(backend="cpu")))

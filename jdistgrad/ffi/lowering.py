@@ -75,10 +75,23 @@ def lower(
     where = context.module_context.axis_context
     if _devices_of(where) > 1:
         function = explained_on(_devices_of(where), function)
-    site = _site(context, function, avals, context.avals_out, quick=quick, together=_devices_together(where))
-    given, made = list(map(_carried, avals)), list(map(_carried, context.avals_out))
+    site = Site(function, avals, context.avals_out, quick=quick, together=_devices_together(where))
+    return _calling(context, operands, avals, site)
+
+
+def _calling(context: Any, operands: Sequence[Any], avals: Sequence[Any], site: Site, effect: Any = None) -> list[Any]:
+    """Return the results of the call of a site, in the order of the program if it has an effect."""
+    watch_for_interrupts()
+    context.module_context.add_host_callback(site)  # XLA keeps the site while a run of the program is under way
+    given, made = ([_carried(one) for one in types] for types in (avals, context.avals_out))
     carried = _converted(context, operands, avals, given)
-    values = _rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)
+    if effect is None:
+        values = _rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)
+    else:
+        behind = abstract_token()
+        with_token = context.replace(avals_in=[*given, behind], avals_out=[*made, behind])
+        *values, token = _effectful_rule(with_token, *carried, context.tokens_in.get(effect), number=site.number)
+        context.set_tokens_out(mlir.TokenSet({effect: token}))
     return _converted(context, values, made, context.avals_out)
 
 
@@ -140,17 +153,12 @@ def _lowered(
     if count > 1:  # XLA orders what has effects on one device only, and of programs on several it runs one at a time
         raise CollectiveError(
             f"a collective of ranks in a program on {count} devices (jax.jit of arrays that lie on several devices, "
-            "jax.shard_map, jax.pmap): such a collective can only be in a program on one device. Let a program without "
-            "it compute on the devices, and call the collective on its result from Python: it takes arrays that lie on "
-            "several devices. DataParallel.value_and_grad, outside of jax.jit, does this with gradients."
+            "jax.shard_map, jax.pmap) can only be in a program on one device. Let a program without it compute on the "
+            "devices, and call the collective on its result from Python: it takes arrays that lie on several devices. "
+            "DataParallel.value_and_grad, outside of jax.jit, does this with gradients."
         )
-    site = _site(context, function, context.avals_in, context.avals_out, quick=quick)
-    given, made = list(map(_carried, context.avals_in)), list(map(_carried, context.avals_out))
-    carried, behind = _converted(context, operands, context.avals_in, given), [abstract_token()]
-    with_token = context.replace(avals_in=[*given, *behind], avals_out=[*made, *behind])
-    *values, token = _effectful_rule(with_token, *carried, context.tokens_in.get(effect), number=site.number)
-    context.set_tokens_out(mlir.TokenSet({effect: token}))
-    return _converted(context, values, made, context.avals_out)
+    site = Site(function, context.avals_in, context.avals_out, quick=quick)
+    return _calling(context, operands, context.avals_in, site, effect)
 
 
 def _devices_of(context: Any) -> int:
@@ -172,15 +180,6 @@ def _converted(context: Any, values: Sequence[Any], before: Sequence[Any], after
             alone = context.replace(avals_in=[old], avals_out=[new], tokens_in=mlir.TokenSet(), tokens_out=None)
             (found[k],) = mlir.lower_fun(cast, multiple_results=False)(alone, values[k])
     return found
-
-
-def _site(
-    context: Any, function: Function, operands: Sequence[Any], results: Any, *, quick: bool, together: Together = ALONE
-) -> Site:
-    watch_for_interrupts()
-    site = Site(function, operands, results, quick=quick, together=together)
-    context.module_context.add_host_callback(site)  # XLA keeps the site while a run of the program is under way
-    return site
 
 
 _rule = jax.ffi.ffi_lowering(TARGET)

@@ -8,7 +8,6 @@ tells XLA that the program may go on.
 
 import collections
 import concurrent.futures
-import contextlib
 import contextvars
 import dataclasses
 import functools
@@ -26,7 +25,7 @@ import jax
 import numpy as np
 
 from jdistgrad.ffi import abi
-from jdistgrad.ffi.dispatch import WaitingPrograms, run_programs_where_they_are_called
+from jdistgrad.ffi.dispatch import HELD_A_THREAD, run_programs_where_they_are_called
 from jdistgrad.threads import ThreadPool, called_by_c, signal_again
 
 TARGET = "jdistgrad_call"
@@ -140,7 +139,7 @@ class SiteCall:
         self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.AsyncResult, *, holds_thread: bool
     ):
         self._function, self._results, self._pending = function, results, pending
-        self._crowd: Any = waiting if holds_thread else contextlib.nullcontext()
+        self._holds_thread = holds_thread
         self._ended, self._lock = False, threading.Lock()
         self.cancelled = False
         _under_way.add(self)
@@ -148,10 +147,10 @@ class SiteCall:
     def run(self) -> None:
         _running.call = self
         try:
-            with self._crowd:
-                found = self._function()
-            self.end(found)
+            self.end(self._function())
         except BaseException as error:
+            if self._holds_thread and isinstance(error, TimeoutError):
+                error.add_note(HELD_A_THREAD)
             self.end(None, error)
         finally:
             _running.call = None
@@ -193,7 +192,6 @@ _sites: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
 # Empty if no compiled program of this process calls Python here.
 registered: dict[int, Any] = _sites.data  # type: ignore[attr-defined]
 _threads = ThreadPool("jdistgrad-compiled")
-waiting = WaitingPrograms()
 _under_way: set[SiteCall] = set()
 _running = threading.local()
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from jdistgrad import errors
-from jdistgrad.ffi.sites import waiting
 from jdistgrad.rpc import current
 from jdistgrad.rpc.caller import Caller
 from jdistgrad.rpc.closing import Closing
@@ -145,7 +144,6 @@ class Worker(Mailbox):
         for part in self.parts:
             part.tick(now)
         self.peers.look(set().union(*(part.awaited() for part in self.parts)), now)
-        waiting.look(now)
 
     # The end.
 

@@ -183,8 +183,8 @@ def test_compiled_code_finds_its_context_in_a_world_of_several_devices(mpi_job):
     ).expect("done")
 
 
-def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_job):
-    # JAX was started first, so its settings can no longer be changed; a warning says so.
+def test_a_call_that_timed_out_on_a_thread_of_xla_says_so(mpi_job):
+    # JAX was started first, so its settings can no longer be changed.
     mpi_job(
         1,
         """
@@ -199,11 +199,13 @@ def test_programs_on_the_pool_are_told_of_when_there_are_as_many_as_threads(mpi_
             return x + y
 
         with jd.local_workers(2):
-            step = jax.jit(lambda x: jd.rpc_sync(1, slow, args=(x[0, :3], 1)))
-            step(x)
-            print(step(x @ x / 3072), flush=True)  # while it is computed
+            step = jax.jit(lambda x: jd.rpc_sync(1, slow, args=(x[0, :3], 1), timeout=2))
+            try:
+                print(step(x @ x / 3072), flush=True)  # while it is computed
+            except jax.errors.JaxRuntimeError as error:
+                print(error, flush=True)
         """,
-    ).expect("[2. 2. 2.]", "XLA has no more threads here", "before the first array")
+    ).expect("CallTimeoutError", "held one of XLA's threads", "before the first array")
 
 
 def test_a_new_world_does_not_inherit_the_error_of_a_compiled_step(mpi_job):
