@@ -175,10 +175,7 @@ def keep_unused(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.Gr
 
     def update(updates: Any, state: Any, params: Any = None, *, used: Any = None, **extra: Any) -> tuple[Any, Any]:
         if used is None:
-            raise ValueError(
-                "keep_unused: update needs used=, a tree of booleans: used=dp.used after a step of "
-                "DataParallel(find_unused_parameters=True). Without that setting, dp.used is None."
-            )
+            raise ValueError("keep_unused: update needs used=dp.used, of a DataParallel(find_unused_parameters=True)")
         after, new = inner.update(updates, state, params, **extra)
         kept = _where_used(used, updates, new, state)
         return jax.tree.map(lambda use, u: jnp.where(use, u, jnp.zeros_like(u)), used, after), kept
@@ -192,14 +189,23 @@ def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
     alone = jax.tree_util.treedef_is_leaf(structure)  # then any leaf of a state has the structure of the parameters
     shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
 
+    def is_of(leaf: Any, shape: tuple[int, ...]) -> bool:
+        """Return whether a leaf may be state of a parameter: of its shape, or a slice, factored moments, or masked."""
+        if isinstance(leaf, list):
+            return all(is_of(one, shape) for one in leaf)
+        if isinstance(leaf, optax.MaskedNode) or not hasattr(leaf, "shape"):
+            return isinstance(leaf, optax.MaskedNode)
+        counts = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # steps, or it is a random key
+        if alone:  # only the dtype tells a count, and only the shape a setting, from a parameter's moment
+            return not counts and (leaf.shape == shape or leaf.ndim > 0)
+        return leaf.shape == shape or leaf.ndim > 0 or not counts
+
     def belongs(part: Any) -> bool:
-        if alone and _counts(part):
-            return False  # in a tree that is one leaf, only the dtype tells a count from a parameter's moment
         try:
             leaves = structure.flatten_up_to(part)
         except (ValueError, TypeError):
             return False
-        return all(_is_part(leaf, shape, alone=alone) for leaf, shape in zip(leaves, shapes, strict=True))
+        return all(map(is_of, leaves, shapes))
 
     def choose(after: Any, before: Any) -> Any:
         if not belongs(after):
@@ -210,23 +216,3 @@ def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
 
     # The hook of averages has a state for each bucket.
     return jax.tree.map(choose, new, old, is_leaf=lambda part: isinstance(part, AverageGradientsState) or belongs(part))
-
-
-def _counts(leaf: Any) -> bool:
-    """Return whether a leaf of a state holds no numbers that have derivatives: a count of steps, or a random key."""
-    return hasattr(leaf, "dtype") and not jnp.issubdtype(leaf.dtype, jnp.inexact)
-
-
-def _is_part(leaf: Any, shape: tuple[int, ...], *, alone: bool) -> bool:
-    """Return whether a leaf may be state of a parameter of a shape.
-
-    It has that shape, or another: a rank's slice, factored moments, perhaps in a list. Or it is masked.
-
-    Arguments:
-      alone: whether it is the only parameter. Then a number counts as a setting of the optimizer.
-    """
-    if isinstance(leaf, list):
-        return all(_is_part(one, shape, alone=alone) for one in leaf)
-    if isinstance(leaf, optax.MaskedNode):
-        return True
-    return hasattr(leaf, "shape") and (leaf.shape == shape or leaf.ndim > 0 or not (alone or _counts(leaf)))

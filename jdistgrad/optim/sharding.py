@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -63,7 +63,7 @@ def shard_state(
     """
     inner, limits = with_extra_arguments(tx), limits_of(bucket_cap_mb)
     if collectives is not None:
-        require_collectives("shard_state", collectives)
+        _chosen(collectives)
 
     def init(params: Any) -> Any:
         if try_first:
@@ -247,15 +247,9 @@ def require_elementwise(tx: optax.GradientTransformationExtraArgs, params: Any) 
     Arguments:
       params: a tree of which only the structure and the shapes matter.
     """
-    where = None
     try:
         with jax.ensure_compile_time_eval():
-            for path, whole, half in _compared(tx, jax.tree.map(_small, params)):
-                largest = np.max(np.abs(whole), initial=0, where=np.isfinite(whole))
-                second = whole[whole.size - half.size :]
-                if not np.allclose(second, half, rtol=1e-3, atol=1e-6 * largest, equal_nan=True):
-                    where = path
-                    break
+            where = _differing(tx, jax.tree.map(_small, params))
     except Exception as error:
         raise ValueError(
             f"shard_state: the transformation failed on a small tree, {type(error).__name__}: {error}. It is tried "
@@ -264,17 +258,16 @@ def require_elementwise(tx: optax.GradientTransformationExtraArgs, params: Any) 
         ) from error
     if where is not None:
         raise ValueError(
-            "shard_state: this transformation does something else to a slice of a parameter than to the whole (seen at "
-            f"{jax.tree_util.keystr(where) or 'the parameter'}), so the ranks would train otherwise than one process. "
-            "It looks at whole leaves, at all of them together, or at their shapes, as clipping by norm, lamb, lars, "
-            "adafactor, centralize, apply_if_finite, noise and masks by ndim do. Clip by shard_state(tx, "
-            "max_global_norm=...), and put the rest in front: optax.chain(jd.average_gradients(), first, "
-            "jd.shard_state(elementwise))."
+            f"shard_state: this transformation does something else to a slice of a parameter than to the whole ({where}"
+            "), so the ranks would train otherwise than one process. It looks at whole leaves, at all of them "
+            "together, or at their shapes, as clipping by norm, lamb, lars, adafactor, centralize, apply_if_finite, "
+            "noise and masks by ndim do. Clip by shard_state(tx, max_global_norm=...), and put the rest in front: "
+            "optax.chain(jd.average_gradients(), first, jd.shard_state(elementwise))."
         )
 
 
-def _compared(tx: Any, params: Any) -> Iterator[tuple[Any, np.ndarray, np.ndarray]]:
-    """Yield, for each leaf of each update, its path, the update of the whole leaf, and that of its second half alone.
+def _differing(tx: Any, params: Any) -> str | None:
+    """Return where the update of a leaf's second half alone differs from that of the whole leaf; None if nowhere.
 
     Some gradients are much larger, which clipping clips. At last one in a first half is not a number, which
     optax.apply_if_finite looks for in all leaves.
@@ -284,19 +277,23 @@ def _compared(tx: Any, params: Any) -> Iterator[tuple[Any, np.ndarray, np.ndarra
 
     @jax.jit
     def update(gradients: Any, states: Any) -> Any:
-        pairs = (gradients, params), (jax.tree.map(_second_half, gradients), half)
-        found = [tx.update(one, state, mine, value=VALUE) for (one, mine), state in zip(pairs, states, strict=True)]
-        return [one for one, _ in found], [state for _, state in found]
+        whole, of_whole = tx.update(gradients, states[0], params, value=VALUE)
+        cut, of_half = tx.update(jax.tree.map(_second_half, gradients), states[1], half, value=VALUE)
+        return jax.tree.map(jnp.ravel, whole), cut, [of_whole, of_half]
 
     for step in range(STEPS):
         gradients = _gradients(params, step, scale=1e4 if moved else 1.0, with_nan=moved == 2)
-        (updates, of_half), states = update(gradients, states)
-        found = [np.ravel(leaf) for leaf in jax.tree.leaves(updates)]
-        for (path, cut), one in zip(jax.tree_util.tree_flatten_with_path(of_half)[0], found, strict=True):
-            yield path, one, np.asarray(cut)
+        updates, of_half, states = update(gradients, states)
+        found = list(map(np.asarray, jax.tree.leaves(updates)))
+        for (path, cut), one in zip(jax.tree_util.tree_leaves_with_path(of_half), found, strict=True):
+            largest = np.max(np.abs(one), initial=0, where=np.isfinite(one))
+            expected = one[one.size - cut.size :]
+            if not np.allclose(expected, cut, rtol=1e-3, atol=1e-6 * largest, equal_nan=True):
+                return f"seen at {jax.tree_util.keystr(path) or 'the parameter'}"
         moved += any(np.any(one != 0) for one in found)
         if moved == 3:
-            return
+            break
+    return None
 
 
 def _small(leaf: Any) -> np.ndarray:
