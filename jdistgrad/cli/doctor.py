@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jdistgrad.cli import launch
@@ -98,35 +98,26 @@ class Finding:
 
 def diagnose(ranks: Sequence[Facts]) -> list[Finding]:
     """Return the findings for a job, given the facts of its ranks, by rank."""
-    first = ranks[0]
-    versions, mpi = first["versions"], first["mpi"]
+    versions = ranks[0]["versions"]
     missing = [name for name in NEEDED if versions.get(name) is None]
-    findings = [
-        Finding("Python", first["python"]),
-        Finding(
-            "packages",
-            ", ".join(f"{name} {version}" for name, version in versions.items() if version),
-            f"{sys.executable} -m pip install {' '.join(missing)}" if missing else "",
-        ),
-        _devices(ranks),
-    ]
-    if "error" in mpi:
-        return [*findings, _no_mpi(first)]
-    if mpi.get("why_alone"):
-        findings.append(Finding("MPI", mpi["why_alone"], launcher_env.TOGETHER))
+    packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    install = f"{sys.executable} -m pip install {' '.join(missing)}" if missing else ""
+    findings = [Finding("Python", ranks[0]["python"]), Finding("packages", packages, install), _devices(ranks)]
+    if "error" in ranks[0]["mpi"]:
+        return [*findings, _no_mpi(ranks[0])]
+    return [*findings, *_mpi(ranks[0]["mpi"]), _mpi4jax(ranks), _on_device(ranks), *_disagreements(ranks)]
+
+
+def _mpi(facts: Facts) -> Iterator[Finding]:
+    if facts.get("why_alone"):
+        yield Finding("MPI", facts["why_alone"], launcher_env.TOGETHER)
     else:
-        findings.append(Finding("MPI", f"{mpi['library']}, {mpi['size']} ranks"))
-    if mpi.get("threads"):
-        findings.append(Finding("MPI thread level", "multiple"))
-    else:
-        remedy = "use an MPI built with MPI_THREAD_MULTIPLE; check mpi4py.rc"
-        findings.append(Finding("MPI thread level", "below multiple", remedy))
-    if mpi.get("cannot_survive"):
-        findings.append(Finding("going on without ranks", "no", mpi["cannot_survive"], fatal=False))
-    else:
-        how = "possible: jdistgrad run --survive, or mpirun --with-ft ulfm"
-        findings.append(Finding("going on without ranks", how))
-    return [*findings, _mpi4jax(ranks), _on_device(ranks), *_disagreements(ranks)]
+        yield Finding("MPI", f"{facts['library']}, {facts['size']} ranks")
+    remedy = "" if facts.get("threads") else "use an MPI built with MPI_THREAD_MULTIPLE; check mpi4py.rc"
+    yield Finding("MPI thread level", "below multiple" if remedy else "multiple", remedy)
+    remedy = facts.get("cannot_survive") or ""
+    how = "possible: jdistgrad run --survive, or mpirun --with-ft ulfm"
+    yield Finding("going on without ranks", "no" if remedy else how, remedy, fatal=False)
 
 
 def _no_mpi(facts: Facts) -> Finding:
@@ -139,19 +130,18 @@ def _no_mpi(facts: Facts) -> Finding:
 
 
 def _mpi4jax(ranks: Sequence[Facts]) -> Finding:
-    broken = [(rank, facts["mpi4jax"]) for rank, facts in enumerate(ranks) if not facts["mpi4jax"].get("works")]
-    if not broken:
-        cuda = "with" if ranks[0]["mpi4jax"]["cuda"] else "without"
-        return Finding("mpi4jax", f"allreduce inside jit works; built {cuda} CUDA")
-    rank, facts = broken[0]
+    found = [facts["mpi4jax"] for facts in ranks]
     build = "CUDA_ROOT=<toolkit or an empty folder> pip install --no-build-isolation --no-cache-dir"
-    if all("missing" in facts for _, facts in broken) and len(broken) == len(ranks):
-        found = "not installed: compiled programs reduce through mpi4py, which takes longer for large arrays"
+    if all("missing" in one for one in found):
+        told = "not installed: compiled programs reduce through mpi4py, which takes longer for large arrays"
         remedy = f"pip install nanobind setuptools wheel; {build} mpi4jax (needs mpicc and a C++ compiler)"
-        return Finding("mpi4jax", found, remedy, fatal=False)
-    remedy = f"rebuild it against this MPI: {build} --force-reinstall --no-deps mpi4jax"
-    found = "not installed, but on other ranks" if "missing" in facts else facts.get("error", "wrong sum")
-    return Finding("mpi4jax", f"rank {rank}: {found}", remedy)
+        return Finding("mpi4jax", told, remedy, fatal=False)
+    for rank, one in enumerate(found):
+        if not one.get("works"):
+            told = "not installed, but on other ranks" if "missing" in one else one.get("error", "wrong sum")
+            remedy = f"rebuild it against this MPI: {build} --force-reinstall --no-deps mpi4jax"
+            return Finding("mpi4jax", f"rank {rank}: {told}", remedy)
+    return Finding("mpi4jax", f"allreduce inside jit works; built {'with' if found[0]['cuda'] else 'without'} CUDA")
 
 
 def _devices(ranks: Sequence[Facts]) -> Finding:
@@ -187,14 +177,11 @@ def _disagreements(ranks: Sequence[Facts]) -> list[Finding]:
 
 def report() -> int:
     """Collect the facts of all ranks, print the findings on rank 0, return the exit status. Every rank must call it."""
-    facts = collect()
-    if "error" in facts["mpi"]:
-        if launcher_env.rank() == 0:
-            return told([facts])
-        print(f"rank {launcher_env.rank()} ({facts['host']}): {_no_mpi(facts)}", file=sys.stderr)
-        return 1
-    if facts["mpi"]["why_alone"]:
-        return told([facts]) if launcher_env.rank() == 0 else 1
+    facts, rank = collect(), launcher_env.rank()
+    if "error" in facts["mpi"] and rank:
+        print(f"rank {rank} ({facts['host']}): {_no_mpi(facts)}", file=sys.stderr)
+    if "error" in facts["mpi"] or facts["mpi"]["why_alone"]:
+        return 1 if rank else told([facts])
     from jdistgrad.wire.mpi_process import WORLD
 
     everybody = WORLD.gather(facts)

@@ -111,14 +111,13 @@ def check_size(n: int, cores: int) -> None:
         raise LauncherError(f"a job has at least one rank, not {n!r}")
     if n > RANKS_PER_CORE * cores:
         raise LauncherError(
-            f"{n} ranks are too many for the {cores} cores here: each is a process with a JAX of its own. Up to "
-            f"{RANKS_PER_CORE * cores} are started; more workers as threads: --local. On several machines use your "
-            "cluster's launcher (srun, or mpirun with a host file)."
+            f"{n} ranks are too many for the {cores} cores here: each is a process with a JAX of its own. Start up to "
+            f"{RANKS_PER_CORE * cores}, or more as threads: --local. On several machines use srun, or mpirun."
         )
 
 
 def mpirun(n: int, *, survive: bool = False) -> list[str]:
-    """Return the mpirun command that starts ``n`` ranks here; the caller appends the program."""
+    """Return the mpirun command that starts ``n`` ranks here, to which a program is appended."""
     check_size(n, len(usable_cores()))
     if importlib.util.find_spec("mpi4py") is None:
         raise LauncherError(
@@ -195,22 +194,31 @@ def run(n: int, program: Sequence[str], restarts: int = 0, *, survive: bool = Fa
             told = (SURVIVING if survive else {}) | environment(n) | {RESTART: str(number), launcher_env.NOTES: notes}
             as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
             job = attend([*start, *as_killed, sys.executable, *program], env=told, told_to_end=ending)
-            is_ended = ending.is_set()
-            called = launcher_env.notes(notes, launcher_env.CALLED)
-            gave_up = min((float(text.split()[1]) for text in called.values()), default=0.0)
-            # A rank that was stopped is woken when its job ends, and may call `init` then.
-            late = [rank for rank in range(n) if rank not in called or float(called[rank].split()[0]) >= gave_up]
-            if job.returncode and not is_ended and called and late:  # the others wait for them inside of MPI
-                say(f"ranks {late} of {n} had not called init when the job ended")
-            # Of a job that survives, mpirun's exit status does not tell whether it has failed.
-            joined, ended = (launcher_env.notes(notes, what) for what in (launcher_env.JOINED, launcher_env.ENDED))
-            none = survive and not is_ended and bool(joined) and not ended
-            if none:
-                say(f"none of the {n} ranks came to its end")
-            failed = survive and not is_ended and bool(launcher_env.notes(notes, launcher_env.FAILED))
-            return (1 if none or failed else job.returncode), is_ended
+            if ending.is_set():
+                return job.returncode, True
+            failed = _failed_otherwise(notes, n, survive=survive, status=job.returncode)
+            return 1 if failed else job.returncode, False
 
     return attempts(attempt, restarts)
+
+
+def _failed_otherwise(notes: str, n: int, *, survive: bool, status: int) -> bool:
+    """Say what the ranks' notes tell of a job; return whether one that survives failed: mpirun's status does not tell.
+
+    A rank that was stopped is woken when its job ends, and may call ``init`` then.
+    """
+    called, joined, ended, failed = (
+        launcher_env.notes(notes, what)
+        for what in (launcher_env.CALLED, launcher_env.JOINED, launcher_env.ENDED, launcher_env.FAILED)
+    )
+    gave_up = min((float(text.split()[1]) for text in called.values()), default=0.0)
+    late = [rank for rank in range(n) if rank not in called or float(called[rank].split()[0]) >= gave_up]
+    if status and called and late:  # the others wait for them inside of MPI
+        say(f"ranks {late} of {n} had not called init when the job ended")
+    none = survive and bool(joined) and not ended
+    if none:
+        say(f"none of the {n} ranks came to its end")
+    return none or (survive and bool(failed))
 
 
 def attempts(run: Callable[[int], tuple[int, bool]], most: int) -> int:
@@ -258,16 +266,16 @@ def attend(
     Raises:
       subprocess.TimeoutExpired: the job took too long, and was ended.
     """
-    told_to_end = told_to_end or threading.Event()
+    ending = told_to_end or threading.Event()
     with (
         tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as files,
         subprocess.Popen(leashed(command), env={SESSIONS: files, **env}, **options) as job,
-        passing_on(job, told_to_end),
+        passing_on(job, ending),
     ):
         try:
             output, errors = job.communicate(timeout=timeout)
         except KeyboardInterrupt:  # mpirun has received Ctrl-C too
-            told_to_end.set()
+            ending.set()
             output, errors = job.communicate()
         except subprocess.TimeoutExpired:
             job.terminate()  # killed, it would leave its ranks behind
@@ -277,20 +285,15 @@ def attend(
 
 @contextlib.contextmanager
 def passing_on(job: subprocess.Popen[Any], told_to_end: threading.Event) -> Iterator[None]:
-    """Pass signals on to the job during a block. Those that would end this process end it; else it would go on alone.
-
-    Arguments:
-      told_to_end: set by such a signal.
-    """
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
-        yield
-        return
+    """Pass signals on to the job during a block. Those that would end this process end the job, too."""
 
     def end(*_: Any) -> None:
         told_to_end.set()
         job.terminate()
 
     handlers = dict.fromkeys(ENDING, end) | dict.fromkeys(FOR_RANKS, lambda number, _: job.send_signal(number))
+    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+        handlers = {}
     heeded = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup has it ignored
     before = {number: signal.signal(number, handlers[number]) for number in heeded}
     try:
@@ -300,7 +303,7 @@ def passing_on(job: subprocess.Popen[Any], told_to_end: threading.Event) -> Iter
             signal.signal(number, handler)
 
 
-def run_recorded(n: int, program: Sequence[str], path: str, restarts: int = 0, *, survive: bool = False) -> int:
+def run_recorded(path: str, n: int, program: Sequence[str], restarts: int = 0, *, survive: bool = False) -> int:
     """Run a Python program like ``run``; record a timeline on every rank, and merge the timelines into one file."""
     check(program)
     with tempfile.TemporaryDirectory() as folder:

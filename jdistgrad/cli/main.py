@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import sys
 from collections.abc import Sequence
 
@@ -10,14 +11,16 @@ from jdistgrad.cli import doctor, launch, programs
 from jdistgrad.errors import DistgradError, LauncherError, TimelineError
 from jdistgrad.observe import chrome
 
-VALUED = ("-n", "-np", "--timeline", "--cache", "--restarts")  # options of run that have a value
-
 
 def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(prog="jdistgrad", description="Gradients that cross process boundaries, in pure JAX.")
     top.add_argument("--version", action="version", version=__version__)
     commands = top.add_subparsers(dest="command", required=True)
-    start = commands.add_parser("run", help="run a Python program on several ranks, with mpirun and the flags it needs")
+    start = commands.add_parser(
+        "run",
+        help="run a Python program on several ranks, with mpirun and the flags it needs",
+        usage="jdistgrad run [options] (script.py | -m module | -c code) [arguments]",
+    )
     start.add_argument("-n", "-np", type=int, default=2, help="how many ranks (default 2)")
     start.add_argument("--local", action="store_true", help="as threads of one process instead, without MPI")
     start.add_argument("--timeline", metavar="FILE", help="record what every worker does, for ui.perfetto.dev")
@@ -26,7 +29,9 @@ def parser() -> argparse.ArgumentParser:
         "--restarts", type=int, default=0, metavar="K", help="start a job that fails again, K times at most"
     )
     start.add_argument("--survive", action="store_true", help="go on without ranks that die (Open MPI 5 only)")
-    start.add_argument("program", nargs="*", help="script.py [arguments], or -m module [arguments]")
+    start.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help="the program is a module")
+    start.add_argument("-c", dest="code", nargs=argparse.REMAINDER, help="the program is this code")
+    start.add_argument("script", nargs=argparse.REMAINDER, help="the program is a file")
     start.set_defaults(act=run)
 
     look = commands.add_parser("stacks", help="show what the ranks of a job wait for, and their stacks")
@@ -36,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("doctor", help="check this installation; under mpirun: that of every rank")
     check.add_argument("-n", type=int, default=2, help="how many ranks to try with (default 2)")
-    check.set_defaults(act=lambda options, program: doctor.main(options.n))
+    check.set_defaults(act=lambda options: doctor.main(options.n))
 
     measure = commands.add_parser("bench", help="measure calls, gradients and reductions here, beside a reference")
     measure.add_argument("-n", type=int, default=2, help="how many workers (default 2)")
@@ -50,41 +55,24 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the command line into our arguments and the program, whose name is neither an option nor its value."""
-    if not arguments or arguments[0] != "run":
-        return list(arguments), []
-    k = 1
-    while k < len(arguments) and arguments[k].startswith("-") and arguments[k] not in ("-m", "-c"):
-        k += 2 if arguments[k] in VALUED else 1
-    return list(arguments[:k]), list(arguments[k:])
+def program_of(options: argparse.Namespace) -> list[str]:
+    """Return the program of ``run`` with its arguments, as Python takes them."""
+    if options.module is not None:
+        return ["-m", *options.module]
+    return options.script if options.code is None else ["-c", *options.code]
 
 
-def parsed(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the options. Raises LauncherError for options of mpirun, which start jobs on several machines."""
-    options, unknown = parser().parse_known_args(arguments)
-    if unknown and options.command == "run":
-        raise LauncherError(
-            f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine and knows -n, --local, "
-            "--timeline, --cache, --restarts and --survive. To use several machines, or other options of mpirun or "
-            "srun, start the ranks with these: mpirun --hostfile hosts -n 8 python program.py."
-        )
-    if unknown:
-        parser().error(f"unrecognized arguments: {' '.join(unknown)}")
-    return options
-
-
-def run(options: argparse.Namespace, program: Sequence[str]) -> int:
+def run(options: argparse.Namespace) -> int:
+    program = program_of(options)
     if options.timeline is not None:
         chrome.check_writable(options.timeline)
     if options.cache is not None:
         launch.keep_compiled(options.cache)
     if options.restarts < 0:
         raise LauncherError(f"--restarts takes a number of times, 0 or more, not {options.restarts}")
-    if not options.local and options.timeline is not None:
-        return launch.run_recorded(options.n, program, options.timeline, options.restarts, survive=options.survive)
     if not options.local:
-        return launch.run(options.n, program, options.restarts, survive=options.survive)
+        run = launch.run if options.timeline is None else functools.partial(launch.run_recorded, options.timeline)
+        return run(options.n, program, options.restarts, survive=options.survive)
     if options.survive:
         raise LauncherError("--survive and --local: the workers are threads of one process, and die together")
     if options.restarts:
@@ -101,27 +89,26 @@ def run(options: argparse.Namespace, program: Sequence[str]) -> int:
     return status
 
 
-def bench(options: argparse.Namespace, program: Sequence[str]) -> int:
+def bench(options: argparse.Namespace) -> int:
     from jdistgrad.cli import bench
 
     return bench.main(options.n)
 
 
-def stacks(options: argparse.Namespace, program: Sequence[str]) -> int:
+def stacks(options: argparse.Namespace) -> int:
     from jdistgrad.cli import stacks
 
     return stacks.main(options.job, options.wait)
 
 
-def trace(options: argparse.Namespace, program: Sequence[str]) -> int:
+def trace(options: argparse.Namespace) -> int:
     for file in filter(None, (options.output, options.plot)):
         chrome.check_writable(file)
     merged = chrome.merge({file: chrome.read(file) for file in options.files})
     chrome.write(merged, options.output)
     if options.plot is not None:
-        figure = chrome.plot(merged).figure
         try:
-            figure.savefig(options.plot)
+            chrome.plot(merged).figure.savefig(options.plot)
         except ValueError as error:  # matplotlib knows other formats
             raise TimelineError(f"{options.plot}: {error}") from error
     print(chrome.summary(merged, options.output))
@@ -129,12 +116,19 @@ def trace(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    ours, program = split(sys.argv[1:] if arguments is None else arguments)
+    options, unknown = parser().parse_known_args(arguments)
+    if unknown and options.command != "run":
+        parser().error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
-        options = parsed(ours)
-        return options.act(options, program)
+        if unknown:  # options of mpirun, which starts jobs on several machines
+            raise LauncherError(
+                f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine and knows -n, "
+                "--local, --timeline, --cache, --restarts and --survive. To use several machines, or other options of "
+                "mpirun or srun, start the ranks with these: mpirun --hostfile hosts -n 8 python program.py."
+            )
+        return options.act(options)
     except DistgradError as error:
-        print(f"jdistgrad {ours[0]}: {error}", file=sys.stderr)
+        print(f"jdistgrad {options.command}: {error}", file=sys.stderr)
         return 2
 
 

@@ -5,7 +5,6 @@ a local world. ``runpy`` cannot: it replaces and restores ``sys.modules`` and ``
 """
 
 import contextlib
-import importlib.machinery
 import importlib.util
 import logging
 import os
@@ -30,8 +29,12 @@ def user_program(arguments: Sequence[str]) -> tuple[str, Callable[[], None]]:
     place: dict[str, Any] = {"__cached__": None}  # among other modules, for relative imports; a script has none
     folder = ""
     if how == "-m":
-        spec, code = find_module(rest[0])
-        file = str(spec.origin)
+        spec = find_spec(rest[0])
+        if spec is not None and spec.submodule_search_locations is not None:  # a package
+            spec = find_spec(f"{rest[0]}.__main__")
+        if spec is None or spec.loader is None:
+            raise LauncherError(NO_MODULE.format(rest[0], pathlib.Path.cwd()))
+        file, code = str(spec.origin), spec.loader.get_code(spec.name)
         place = {"__package__": spec.parent, "__loader__": spec.loader, "__cached__": spec.cached, "__spec__": spec}
         sys.argv[:] = [file, *rest[1:]]
     elif how == "-c":
@@ -81,16 +84,6 @@ def check(arguments: Sequence[str]) -> None:
         raise LauncherError(f"there is no script {how!r} in {pathlib.Path.cwd()}{hint}")
 
 
-def find_module(name: str) -> tuple[importlib.machinery.ModuleSpec, Any]:
-    """Return the spec and the code of a module, or of a package's ``__main__``."""
-    spec = find_spec(name)
-    if spec is not None and spec.submodule_search_locations is not None:
-        spec = find_spec(f"{name}.__main__")
-    if spec is None or spec.loader is None:
-        raise LauncherError(NO_MODULE.format(name, pathlib.Path.cwd()))
-    return spec, spec.loader.get_code(spec.name)
-
-
 def find_spec(name: str) -> Any:
     """Return the spec of a module for a program that runs in this folder, or None. This imports the packages above."""
     sys.path.insert(0, "")
@@ -113,10 +106,7 @@ def check_workers(n: int) -> None:
     except ValueError as error:
         raise LauncherError(str(error)) from error
     if n > MOST_THREADS:
-        raise LauncherError(
-            f"{n} workers are too many for one process: up to {MOST_THREADS} are started. More need processes, on "
-            "machines enough: your cluster's launcher."
-        )
+        raise LauncherError(f"{n} workers are too many for one process: up to {MOST_THREADS} are started")
 
 
 def run_local(n: int, arguments: Sequence[str]) -> int:

@@ -41,12 +41,9 @@ def main(job: str | None, seconds: float) -> int:
 
 
 def _chosen(job: str | None) -> pathlib.Path:
-    if job is not None:
-        folder = root() / job  # an absolute path stays as it is
-        if not _files(folder):
-            raise LauncherError(f"no process of a running job has its file in {folder}. {HOW}.")
-        return folder
-    running = [folder for folder in sorted(root().glob("*")) if _files(folder)]
+    if job is not None and not _files(root() / job):  # an absolute path stays as it is
+        raise LauncherError(f"no process of a running job has its file in {root() / job}. {HOW}.")
+    running = [folder for folder in sorted(root().glob("*")) if _files(folder)] if job is None else [root() / job]
     if not running:
         raise LauncherError(f"no job that is running here says what it does. {HOW}.")
     if len(running) > 1:

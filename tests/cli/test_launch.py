@@ -11,7 +11,7 @@ import time
 import pytest
 
 from jdistgrad.cli import launch
-from jdistgrad.cli.main import main, split
+from jdistgrad.cli.main import main, parser, program_of
 from jdistgrad.errors import LauncherError
 
 OPEN_MPI = "mpirun (Open MPI) 5.0.11"
@@ -72,17 +72,18 @@ def test_the_threads_for_the_workers_of_one_process_are_not_for_the_ranks_that_i
 
 
 @pytest.mark.parametrize(
-    ("arguments", "ours", "program"),
+    ("arguments", "n", "program"),
     [
-        (["run", "-n", "3", "a.py", "-n", "5"], ["run", "-n", "3"], ["a.py", "-n", "5"]),
-        (["run", "a.py"], ["run"], ["a.py"]),
-        (["run", "-n", "3", "-m", "pytest", "-q"], ["run", "-n", "3"], ["-m", "pytest", "-q"]),
-        (["run"], ["run"], []),
-        (["doctor", "-n", "3"], ["doctor", "-n", "3"], []),
+        (["-n", "3", "a.py", "-n", "5"], 3, ["a.py", "-n", "5"]),
+        (["a.py"], 2, ["a.py"]),
+        (["-n", "3", "-m", "pytest", "-q", "-n", "0"], 3, ["-m", "pytest", "-q", "-n", "0"]),
+        (["--local", "-c", "pass", "--local"], 2, ["-c", "pass", "--local"]),
+        ([], 2, []),
     ],
 )
-def test_the_programs_arguments_are_its_own(arguments, ours, program):
-    assert split(arguments) == (ours, program)
+def test_the_programs_arguments_are_its_own(arguments, n, program):
+    options = parser().parse_args(["run", *arguments])
+    assert (options.n, program_of(options)) == (n, program)
 
 
 @pytest.mark.parametrize(
