@@ -37,19 +37,31 @@ def check_writable(path: str | os.PathLike[str]) -> None:
 
 def to_trace(events: Iterable[Event], *, host: str, epoch: float) -> TraceFile:
     """Return the trace of one process. ``epoch``: the wall clock when its ``time.monotonic`` was 0."""
-    found = sorted(events, key=lambda event: event.start)
     groups: dict[tuple[int, str], list[Event]] = {}
-    for event in found:
+    workers: dict[int, dict[str, None]] = {}  # the names of a rank, one after the other, if there were several worlds
+    for event in sorted(events, key=lambda event: event.start):
         groups.setdefault((event.rank, TRACKS[event.kind]), []).append(event)
-    entries = [_named("process", rank, 0, name) for rank, name in _workers(found).items()]
+        workers.setdefault(event.rank, {}).update({event.worker: None} if event.worker else {})
+
+    def named(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
+        return {"ph": "M", "name": f"{what}_name", "pid": rank, "tid": tid, "args": {"name": name}}
+
+    entries = [named("process", rank, 0, ", ".join(workers[rank]) or f"rank {rank}") for rank in sorted(workers)]
     for (rank, track), group in groups.items():
         lanes = beside([(event.start, event.end) for event in group])
         base = ORDER.index(track) * LANES
         names = (track if lane == 0 else f"{track} ({lane + 1})" for lane in range(max(lanes) + 1))
-        entries += [_named("thread", rank, base + lane, name) for lane, name in enumerate(names)]
+        entries += [named("thread", rank, base + lane, name) for lane, name in enumerate(names)]
         for event, lane in zip(group, lanes, strict=True):
-            entries += _entries(event, base + lane)
-    clock = {"host": host, "epoch": epoch, "ranks": sorted(_workers(found))}
+            start, duration = event.start * 1e6, max(event.end - event.start, 0) * 1e6
+            place, details = {"pid": rank, "tid": base + lane, "ts": start}, dict(event.details)
+            entries.append(
+                {"ph": "X", "name": event.name, "cat": event.kind, "dur": duration, "args": details, **place}
+            )
+            if "call" in details:
+                ends = {"ph": "s"} if event.kind == CALL else {"ph": "f", "bp": "e"}
+                entries.append({**ends, "name": "call", "cat": "call", "id": details["call"], **place})
+    clock = {"host": host, "epoch": epoch, "ranks": sorted(workers)}
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"jdistgrad": clock}}
 
 
@@ -74,7 +86,7 @@ def merge(traces: Mapping[str, TraceFile]) -> TraceFile:
     """
     epochs: dict[str, float] = {}
     owners: dict[int, str] = {}
-    entries = []
+    entries: list[dict[str, Any]] = []
     for name, trace in traces.items():
         clock = trace["otherData"]["jdistgrad"]
         for rank in clock["ranks"]:
@@ -82,10 +94,10 @@ def merge(traces: Mapping[str, TraceFile]) -> TraceFile:
                 raise TimelineError(f"{owners[rank]} and {name} both have a rank {rank}: they are not of one run")
         shift = epochs.setdefault(clock["host"], clock["epoch"])
         entries += [
-            {**entry, "ts": entry["ts"] + shift * 1e6} if "ts" in entry else entry for entry in trace["traceEvents"]
+            entry | {"ts": entry["ts"] + shift * 1e6} if "ts" in entry else entry for entry in trace["traceEvents"]
         ]
     first = min((entry["ts"] for entry in entries if "ts" in entry), default=0.0)
-    moved = [{**entry, "ts": round(entry["ts"] - first, 3)} if "ts" in entry else entry for entry in entries]
+    moved = [entry | {"ts": round(entry["ts"] - first, 3)} if "ts" in entry else entry for entry in entries]
     clock = {"host": ", ".join(epochs), "epoch": first / 1e6, "ranks": sorted(owners)}
     return {"traceEvents": moved, "displayTimeUnit": "ms", "otherData": {"jdistgrad": clock}}
 
@@ -95,10 +107,8 @@ def read(path: str | os.PathLike[str]) -> TraceFile:
     try:
         trace = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         _ = trace["otherData"]["jdistgrad"]["ranks"]
-    except FileNotFoundError as error:
-        raise TimelineError(f"there is no file {os.fspath(path)!r} in {pathlib.Path.cwd()}") from error
     except OSError as error:
-        raise TimelineError(f"{os.fspath(path)} cannot be read: {error.strerror}") from error
+        raise TimelineError(f"{os.fspath(path)} cannot be read from {pathlib.Path.cwd()}: {error.strerror}") from error
     except (ValueError, TypeError, LookupError) as error:
         raise TimelineError(
             f"{os.fspath(path)} is no timeline of jdistgrad's. `jdistgrad run --timeline FILE` and "
@@ -116,30 +126,6 @@ def summary(trace: TraceFile, path: str | os.PathLike[str]) -> str:
     count = sum(entry["ph"] == "X" for entry in trace["traceEvents"])
     workers = len(trace["otherData"]["jdistgrad"]["ranks"])
     return f"{path}: {count} events of {workers} workers. Open it at ui.perfetto.dev"
-
-
-def _workers(events: Iterable[Event]) -> dict[int, str]:
-    """Return the name of each rank's worker; those that it had one after the other, if there were several worlds."""
-    names: dict[int, dict[str, None]] = {}
-    for event in events:
-        names.setdefault(event.rank, {}).update({event.worker: None} if event.worker else {})
-    return {rank: ", ".join(mine) or f"rank {rank}" for rank, mine in sorted(names.items())}
-
-
-def _named(what: str, rank: int, tid: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "name": f"{what}_name", "pid": rank, "tid": tid, "args": {"name": name}}
-
-
-def _entries(event: Event, tid: int) -> list[dict[str, Any]]:
-    start, duration = event.start * 1e6, max(event.end - event.start, 0) * 1e6
-    place = {"pid": event.rank, "tid": tid, "ts": start}
-    entries = [
-        {"ph": "X", "name": event.name, "cat": event.kind, "dur": duration, "args": dict(event.details), **place}
-    ]
-    if "call" in event.details:
-        ends = {"ph": "s"} if event.kind == CALL else {"ph": "f", "bp": "e"}
-        entries.append({**ends, "name": "call", "cat": "call", "id": event.details["call"], **place})
-    return entries
 
 
 def plot(trace: TraceFile, axes: Any = None) -> Any:

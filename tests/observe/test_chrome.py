@@ -63,7 +63,7 @@ def test_the_command_merges_and_draws(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "there is no file"), ("{", "is no timeline of jdistgrad's"), ('{"a": 1}', "is no timeline of jdistgrad's")],
+    [(None, "No such file"), ("{", "is no timeline of jdistgrad's"), ('{"a": 1}', "is no timeline of jdistgrad's")],
 )
 def test_a_file_that_is_none(text, message, tmp_path, capsys):
     path = tmp_path / "trace.json"
