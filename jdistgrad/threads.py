@@ -42,9 +42,7 @@ log = logging.getLogger("jdistgrad.threads")
 
 def usable_cores() -> set[int]:
     """Return the cores that this process may use; all of them where the system does not tell, as that of a Mac."""
-    if hasattr(os, "sched_getaffinity"):
-        return os.sched_getaffinity(0)
-    return set(range(os.cpu_count() or 1))
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 
 def started(target: Callable[..., None], name: str, *args: Any) -> threading.Thread:
@@ -76,6 +74,7 @@ def join_soon(threads: Iterable[threading.Thread], seconds: float = END_SECONDS)
 
 
 _stopped: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+_looking = threading.Lock()
 
 
 def stop(threads: Sequence[threading.Thread]) -> None:
@@ -104,9 +103,6 @@ def _without_collections() -> Iterator[None]:
         finally:
             if was_enabled:
                 gc.enable()
-
-
-_looking = threading.Lock()
 
 
 def frames() -> dict[int, FrameType]:
@@ -181,7 +177,7 @@ class ThreadPool:
         self._count = itertools.count()
         self._starved = self._closed = False
         _pools.add(self)
-        self._start(stays=True)  # tasks for which no thread can be started do not wait for ever
+        self._start(patience=None)  # stays: tasks for which no thread can be started do not wait for ever
 
     def run(self, task: Callable[[], Any]) -> None:
         """Run a task on a thread of the pool. Raises nothing: who hands over a task cannot do without it."""
@@ -209,10 +205,10 @@ class ThreadPool:
                 self._tasks.put(None)
             return self._threads
 
-    def _start(self, *, stays: bool = False) -> None:
+    def _start(self, patience: float | None = IDLE_SECONDS) -> None:
         """Start a thread. Raises RuntimeError if the system starts no more."""
-        name, patience = f"{self._name}-{next(self._count)}", None if stays else IDLE_SECONDS
-        self._threads = [*(one for one in self._threads if one.is_alive()), started(self._serve, name, patience)]
+        thread = started(self._serve, f"{self._name}-{next(self._count)}", patience)
+        self._threads = [*(one for one in self._threads if one.is_alive()), thread]
         self._free += 1
 
     def _start_missing(self) -> None:

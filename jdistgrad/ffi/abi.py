@@ -22,8 +22,6 @@ _START: list[tuple[str, Any]] = [("struct_size", _Size), ("extension_start", _Po
 
 Function = ctypes.CFUNCTYPE(_Pointer, _Pointer)  # a function of a frame's address, kept as long as XLA may call it
 _function = functools.cache(Function)  # by address: XLA's functions do not move
-
-
 _VERSION: list[tuple[str, Any]] = [  # a structure inside others
     ("version_size", _Size),
     ("version_extension", _Pointer),
@@ -32,37 +30,27 @@ _VERSION: list[tuple[str, Any]] = [  # a structure inside others
 ]
 
 
-class _Metadata(ctypes.Structure):
-    _fields_ = [("struct_size", _Size), *_VERSION, ("traits", ctypes.c_uint32)]
+def _structure(name: str, *fields: tuple[str, Any]) -> Any:
+    return type(name, (ctypes.Structure,), {"_fields_": list(fields)})
 
 
-class _Extension(ctypes.Structure):
-    """An extension of a frame; only that of the type METADATA has ``metadata``."""
-
-    _fields_ = [
-        ("struct_size", _Size),
-        ("type", ctypes.c_int),
-        ("next", _Pointer),
-        ("metadata", ctypes.POINTER(_Metadata)),
-    ]
-
-
-class _Values(ctypes.Structure):
-    """The arguments or the results of a call."""
-
-    _fields_ = [*_START, ("size", ctypes.c_int64), ("types", _Pointer), ("values", _Pointers)]
-
-
-class _Attributes(ctypes.Structure):
-    _fields_ = [*_START, ("size", ctypes.c_int64), ("types", _Pointer), ("names", _Pointer), ("values", _Pointers)]
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = [*_START, ("dtype", ctypes.c_int), ("data", _Pointer)]
-
-
-class _Scalar(ctypes.Structure):
-    _fields_ = [("dtype", ctypes.c_int), ("value", _Pointer)]
+_COUNT, _TYPES = ("size", ctypes.c_int64), ("types", _Pointer)
+_Metadata = _structure("Metadata", ("struct_size", _Size), *_VERSION, ("traits", ctypes.c_uint32))
+_Extension = _structure(  # of a frame; only that of the type METADATA has ``metadata``
+    "Extension",
+    ("struct_size", _Size),
+    ("type", ctypes.c_int),
+    ("next", _Pointer),
+    ("metadata", ctypes.POINTER(_Metadata)),
+)
+_Values = _structure("Values", *_START, _COUNT, _TYPES, ("values", _Pointers))  # the arguments or results of a call
+_Attributes = _structure("Attributes", *_START, _COUNT, _TYPES, ("names", _Pointer), ("values", _Pointers))
+_Buffer = _structure("Buffer", *_START, ("dtype", ctypes.c_int), ("data", _Pointer))
+_Scalar = _structure("Scalar", ("dtype", ctypes.c_int), ("value", _Pointer))
+_ErrorArguments = _structure("ErrorArguments", *_START, ("message", ctypes.c_char_p), ("code", ctypes.c_int))
+_FutureArguments = _structure("FutureArguments", *_START, ("future", _Pointer), ("error", _Pointer))
+# A question about a call: for the number of the program's run, or, of 32 bits, that of the device.
+_ContextArguments = _structure("ContextArguments", *_START, ("context", _Pointer), ("number", ctypes.c_int64))
 
 
 class _Interface(ctypes.Structure):
@@ -82,20 +70,6 @@ class _Interface(ctypes.Structure):
     ]
 
 
-class _ErrorArguments(ctypes.Structure):
-    _fields_ = [*_START, ("message", ctypes.c_char_p), ("code", ctypes.c_int)]
-
-
-class _FutureArguments(ctypes.Structure):
-    _fields_ = [*_START, ("future", _Pointer), ("error", _Pointer)]
-
-
-class _ContextArguments(ctypes.Structure):
-    """A question about a call: for the number of the program's run, or, of 32 bits, that of the device."""
-
-    _fields_ = [*_START, ("context", _Pointer), ("number", ctypes.c_int64)]
-
-
 class CallFrame(ctypes.Structure):
     """The call frame that XLA passes to a handler. If the handler sets ``future``, the call outlasts the handler."""
 
@@ -112,10 +86,8 @@ class CallFrame(ctypes.Structure):
 
     def answers_about_itself(self) -> bool:
         """Answer XLA if it only asks for the handler's version; return whether it does."""
-        if not self.extension_start:
-            return False
-        extension = _Extension.from_address(self.extension_start)
-        if extension.type != METADATA:
+        extension = _Extension.from_address(self.extension_start) if self.extension_start else None
+        if extension is None or extension.type != METADATA:
             return False
         metadata = extension.metadata[0]
         metadata.major, metadata.minor = VERSION
@@ -172,20 +144,9 @@ class AsyncResult:
         _function(self.interface.set_error)(ctypes.addressof(arguments))
 
 
-def carrier(dtype: Any) -> np.dtype:
-    """Return the dtype in which a call gets and gives arrays of a dtype: XLA packs elements of less than a byte."""
-    kind = np.dtype(dtype)
-    if jax.numpy.issubdtype(kind, np.integer) and jax.numpy.iinfo(kind).bits < 8:
-        return np.dtype(np.int8 if jax.numpy.issubdtype(kind, np.signedinteger) else np.uint8)
-    if jax.numpy.issubdtype(kind, np.floating) and jax.numpy.finfo(kind).bits < 8:
-        return np.dtype(np.float32)
-    return kind
-
-
 def _error(interface: _Interface, message: str, code: int) -> int:
-    arguments = _ErrorArguments(
-        struct_size=ctypes.sizeof(_ErrorArguments), message=message.encode(errors="replace"), code=code
-    )
+    text = message.encode(errors="replace")
+    arguments = _ErrorArguments(struct_size=ctypes.sizeof(_ErrorArguments), message=text, code=code)
     error: int = _function(interface.create_error)(ctypes.addressof(arguments))
     return error
 
@@ -197,3 +158,13 @@ def view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return np.empty(shape, dtype)
     memory = (ctypes.c_uint8 * size).from_address(_Buffer.from_address(address).data)
     return np.frombuffer(memoryview(memory), np.uint8).view(dtype).reshape(shape)
+
+
+def carrier(dtype: Any) -> np.dtype:
+    """Return the dtype in which a call gets and gives arrays of a dtype: XLA packs elements of less than a byte."""
+    kind = np.dtype(dtype)
+    if jax.numpy.issubdtype(kind, np.integer) and jax.numpy.iinfo(kind).bits < 8:
+        return np.dtype(np.int8 if jax.numpy.issubdtype(kind, np.signedinteger) else np.uint8)
+    if jax.numpy.issubdtype(kind, np.floating) and jax.numpy.finfo(kind).bits < 8:
+        return np.dtype(np.float32)
+    return kind
