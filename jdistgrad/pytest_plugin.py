@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -128,32 +128,28 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make one test for each world size. Only our own ``world`` needs ``world_size``; a user's is left alone."""
     if "world_size" in metafunc.fixturenames:
-        sizes = named_sizes(metafunc.definition.get_closest_marker("world"), metafunc.definition.nodeid)
-        here: Sequence[Any] = sizes
-        if launcher_env.launched():
-            size, few = size_and_reason(min(sizes), metafunc.config)
-            here = [pytest.param(size, marks=pytest.mark.skipif(bool(few), reason=few))]
+        sizes, few = sizes_here(metafunc.definition)
+        here = [pytest.param(size, marks=pytest.mark.skipif(bool(few), reason=few)) for size in sizes]
         metafunc.parametrize("world_size", here, indirect=True, ids=lambda size: f"{size}-workers")
 
 
-def named_sizes(mark: pytest.Mark | None, test: str) -> tuple[int, ...]:
+def sizes_here(test: pytest.Item) -> tuple[tuple[int, ...], str]:
+    """Return the sizes of a test's worlds, or of the MPI job, and why the test cannot run in that, or ""."""
+    mark = test.get_closest_marker("world")
     sizes = mark.args if mark else (SIZE,)
-    if sizes and all(isinstance(size, int) and size > 0 for size in sizes):
-        return sizes
-    raise pytest.UsageError(f"{test}: @pytest.mark.world takes numbers of workers, as in world(3), not {sizes}")
-
-
-def size_and_reason(least: int, config: pytest.Config) -> tuple[int, str]:
-    """Return the size of the MPI job, and why a test that needs so many workers cannot run in it, or ""."""
-    if hasattr(config, "workerinput"):
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise pytest.UsageError(f"{test.nodeid}: @pytest.mark.world takes numbers of workers, as world(3), not {sizes}")
+    if not launcher_env.launched():
+        return sizes, ""
+    if hasattr(test.config, "workerinput"):
         raise pytest.UsageError(A_WORKER_OF_XDIST)
     from jdistgrad.wire.mpi_process import WORLD, why_alone
 
     alone = why_alone()
     if alone:
         raise pytest.UsageError(f"{alone}. To remedy this, {launcher_env.TOGETHER}.")
-    size = WORLD.size
-    return size, f"needs {least} workers, and this job has {size}" if size < least else ""
+    few = f"needs {min(sizes)} workers, and this job has {WORLD.size}" if WORLD.size < min(sizes) else ""
+    return (WORLD.size,), few
 
 
 @pytest.fixture
@@ -161,17 +157,13 @@ def world_size(request: pytest.FixtureRequest) -> int:
     """Return the number of workers in the test's world."""
     if hasattr(request, "param"):
         return request.param
-    test = request.node  # that got its world by ``request.getfixturevalue("world")``
-    sizes = named_sizes(test.get_closest_marker("world"), test.nodeid)
-    if not launcher_env.launched():
-        if len(sizes) > 1:
-            said = f"{test.nodeid}: for a world of each size, {sizes}, give the test a parameter `world`"
-            pytest.fail(said, pytrace=False)
-        return sizes[0]
-    size, few = size_and_reason(min(sizes), test.config)
+    sizes, few = sizes_here(request.node)  # it got its world by ``request.getfixturevalue("world")``
     if few:
         pytest.skip(few)
-    return size
+    if len(sizes) > 1:
+        said = f"{request.node.nodeid}: for a world of each size, {sizes}, give the test a parameter `world`"
+        pytest.fail(said, pytrace=False)
+    return sizes[0]
 
 
 @pytest.fixture
