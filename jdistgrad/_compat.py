@@ -14,7 +14,6 @@ from jax._src.lib import xla_client  # type: ignore[attr-defined]
 # Prefixes of ``__module__`` of JAX's own pure functions: the public module for some, the defining module for others.
 MODULES_OF_FUNCTIONS = ("jax.numpy", "jax.nn", "jax.lax", "jax.scipy", "jax._src.numpy", "jax._src.nn", "jax._src.lax")
 
-
 # The type of arrays. ``isinstance(x, jax.Array)`` runs Python code of JAX, for each array of each call.
 ARRAY = array.ArrayImpl
 
@@ -28,21 +27,18 @@ def array_of(memory: np.ndarray) -> jax.Array:
     if device is not None and not isinstance(device, jax.Device):  # the name of a platform
         return jax.device_put(memory)
     sharding, devices = _place_of(device)
-    made: jax.Array = xla_client.batched_device_put(
-        _type_of(memory.shape, memory.dtype), sharding, [memory], devices, committed=False
-    )
+    kind = _type_of(memory.shape, memory.dtype)
+    made: jax.Array = xla_client.batched_device_put(kind, sharding, [memory], devices, committed=False)
     return made
+
+
+_type_of = functools.lru_cache(maxsize=4096)(jax.core.ShapedArray)  # of a shape and a dtype
 
 
 @functools.cache
 def _place_of(device: jax.Device | None) -> tuple[Any, list[jax.Device]]:
     chosen = jax.local_devices()[0] if device is None else device
     return jax.sharding.SingleDeviceSharding(chosen), [chosen]
-
-
-@functools.lru_cache(maxsize=4096)
-def _type_of(shape: tuple[int, ...], dtype: np.dtype) -> Any:
-    return jax.core.ShapedArray(shape, dtype)
 
 
 def backends_are_initialized() -> bool:
@@ -63,19 +59,14 @@ def shaped(shape: tuple[int, ...], dtype: Any, *, weak: bool = False) -> Any:
 
 def varies_over(array_type: Any) -> frozenset[Any]:
     """Return the axes of ``jax.shard_map`` over which arrays of a type differ. The name of this has changed in JAX."""
-    kind = array_type.mat.varying if hasattr(array_type, "mat") else getattr(array_type, "vma", ())
-    return frozenset(kind)
+    return frozenset(array_type.mat.varying if hasattr(array_type, "mat") else getattr(array_type, "vma", ()))
 
 
 def varying_like(like: Any, array_type: Any) -> Any:
     """Return the type of arrays that differ over the axes over which those of another type do."""
+    given = {name: getattr(array_type, name) for name in ("shape", "dtype", "weak_type")}
     spec = jax.sharding.PartitionSpec(*(None for _ in array_type.shape))
-    return like.update(
-        shape=array_type.shape,
-        dtype=array_type.dtype,
-        weak_type=array_type.weak_type,
-        sharding=jax.sharding.NamedSharding(like.sharding.mesh, spec),
-    )
+    return like.update(**given, sharding=jax.sharding.NamedSharding(like.sharding.mesh, spec))
 
 
 def weakly_typed(array: Any) -> Any:
@@ -102,27 +93,18 @@ def configured(option: str) -> Any:
 
 
 def settings_of_results() -> tuple[bool, Any, Any]:
-    """Return this thread's settings that change results: x64, the precision of matrix products, the default device.
-
-    In 0.3 us; ``jax.config.values`` takes 12.
-    """
+    """Return this thread's settings that change results, in 0.3 us; ``jax.config.values`` takes 12."""
     return config.enable_x64.value, config.default_matmul_precision.value, config.default_device.value
 
 
 def static_arguments(function: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the numbers and the names of the arguments that ``jax.jit`` was told to take as a part of the program.
-
-    JAX has no public way to ask for them.
-    """
+    """Return the numbers and names of the arguments that ``jax.jit`` was told to take as a part of the program."""
     found = getattr(function, "_jit_info", None)
     return (found.static_argnums, found.static_argnames) if found is not None else ((), ())
 
 
 def trace_context() -> Any:
-    """Return this thread's options of JAX that change what a function is traced to: x64, the precision of products ...
-
-    The caches of ``jax.jit`` have it in their keys. JAX offers no public name for it.
-    """
+    """Return this thread's options of JAX that change what a function is traced to, as the caches of ``jax.jit`` do."""
     return config.trace_context()
 
 

@@ -2,9 +2,13 @@
 
 import dataclasses
 import os
+from typing import Any
 
 MIB = 1 << 20
 COLLECTIVES = "", "mpi", "mpi-on-device", "devices"
+
+# A variable is JDISTGRAD_ and its setting's name in capitals, but for these.
+NAMES = {"heartbeat_seconds": "HEARTBEAT", "silence_seconds": "SILENCE", "in_flight_bytes": "IN_FLIGHT"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,48 +37,37 @@ class Settings:
     survive: bool = False
     collectives: str = ""
     host: str = ""
-    in_flight_bytes: float = 4096 * MIB
+    in_flight_bytes: float = 4096.0 * MIB
     debug: bool = False
     debug_dir: str = ""
 
 
 def _read() -> Settings:
-    defaults, collectives = Settings(), os.environ.get("JDISTGRAD_COLLECTIVES", "")
-    if collectives not in COLLECTIVES:
-        expected = " or ".join(filter(None, COLLECTIVES))
-        raise ValueError(f"the environment variable JDISTGRAD_COLLECTIVES must be {expected}, not {collectives!r}")
-    return Settings(
-        heartbeat_seconds=_positive("JDISTGRAD_HEARTBEAT", defaults.heartbeat_seconds, "seconds"),
-        silence_seconds=_positive("JDISTGRAD_SILENCE", defaults.silence_seconds, "seconds"),
-        in_flight_bytes=MIB * _positive("JDISTGRAD_IN_FLIGHT", defaults.in_flight_bytes / MIB, "MiB"),
-        same_script=_switch("JDISTGRAD_SAME_SCRIPT", default=defaults.same_script),
-        devices=_switch("JDISTGRAD_DEVICES", default=defaults.devices),
-        survive=_switch("JDISTGRAD_SURVIVE", default=defaults.survive),
-        collectives=collectives,
-        host=os.environ.get("JDISTGRAD_HOST", ""),
-        debug=_switch("JDISTGRAD_DEBUG", default=defaults.debug),
-        debug_dir=os.environ.get("JDISTGRAD_DEBUG_DIR", ""),
-    )
+    given = dict[str, Any]()
+    for field in dataclasses.fields(Settings):
+        variable = f"JDISTGRAD_{NAMES.get(field.name, field.name.upper())}"
+        text = os.environ.get(variable)
+        if text is not None:
+            value, expected = _value(field.name, type(field.default), text)
+            if value is None:
+                raise ValueError(f"the environment variable {variable} must be {expected}, not {text!r}")
+            given[field.name] = value
+    return Settings(**given)
 
 
-def _positive(variable: str, default: float, unit: str) -> float:
-    text = os.environ.get(variable)
-    if text is None:
-        return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not value > 0:
-        raise ValueError(f"the environment variable {variable} must be a positive number of {unit}, not {text!r}")
-    return value
-
-
-def _switch(variable: str, *, default: bool) -> bool:
-    text = os.environ.get(variable, "1" if default else "0")
-    if text not in ("0", "1"):
-        raise ValueError(f"the environment variable {variable} must be 0 or 1, not {text!r}")
-    return text == "1"
+def _value(name: str, kind: Any, text: str) -> tuple[Any, str]:
+    """Return the value that a text gives a setting, None if it gives none; and what is expected."""
+    if kind is bool:
+        return {"0": False, "1": True}.get(text), "0 or 1"
+    if kind is float:
+        unit = "MiB" if name == "in_flight_bytes" else "seconds"
+        try:
+            value = float(text) * (MIB if unit == "MiB" else 1)
+        except ValueError:
+            value = 0.0
+        return value if value > 0 else None, f"a positive number of {unit}"
+    refused = name == "collectives" and text not in COLLECTIVES
+    return None if refused else text, " or ".join(COLLECTIVES[1:])
 
 
 settings = _read()
