@@ -67,12 +67,10 @@ class RemoteFunction(Corrected):
         args: Sequence[Any] = (),
         timeout: float | None = None,
     ):
+        self.apply, self.timeout = apply, timeout
+        self.parameters, self.state = init, None
         if not isinstance(init, RRef):
-            init = api.rpc_sync(to, make_parameters, (init, tuple(args)), timeout=timeout)
-        self._consist_of(init, None, apply, timeout)
-
-    def _consist_of(self, parameters: Any, state: Any, apply: Callable[..., Any], timeout: float | None) -> None:
-        self.parameters, self.state, self.apply, self.timeout = parameters, state, apply, timeout
+            self.parameters = api.rpc_sync(to, make_parameters, (init, tuple(args)), timeout=timeout)
 
     @property
     def owner(self) -> WorkerInfo:
@@ -127,8 +125,9 @@ class RemoteFunction(Corrected):
 
     @classmethod
     def tree_unflatten(cls, fixed: tuple[Any, Any], children: Sequence[Any]) -> "RemoteFunction":
-        function, (parameters, state), (apply, timeout) = object.__new__(cls), children, fixed
-        function._consist_of(parameters, state, apply, timeout)
+        function = object.__new__(cls)
+        function.parameters, function.state = children
+        function.apply, function.timeout = fixed
         return function
 
     def __repr__(self) -> str:
@@ -184,8 +183,9 @@ class RemoteModule(RemoteFunction):
         args = tuple(example_args)
         kind, made = _taken_apart(module, args)
         rng = int(rng) if isinstance(rng, np.integer) else rng
-        parameters, state = api.rpc_sync(to, make, (apply_of(kind, made, False, ()), rng, args), timeout=timeout)  # noqa: FBT003
-        self._consist_of(parameters, state, apply_of(kind, made, state is not None, ()), timeout)
+        first = apply_of(kind, made, False, ())  # noqa: FBT003
+        self.parameters, self.state = api.rpc_sync(to, make, (first, rng, args), timeout=timeout)
+        self.apply, self.timeout = apply_of(kind, made, self.state is not None, ()), timeout
 
     def train(self, **attributes: Any) -> None:
         """Set the training mode of an nnx module as ``nnx.Module.train`` does, for calls by this object from now on.
@@ -204,11 +204,10 @@ class RemoteModule(RemoteFunction):
                 f"{method}() is for nnx modules. A linen module is told in the call, as in flax: "
                 'module(x, train=True, mutable=["batch_stats"], rngs={"dropout": key})'
             )
-        every = {**dict(self.apply.mode[1]), **attributes} if self.apply.mode else attributes  # flax keeps others, too
+        _, before = self.apply.mode or ("", ())
+        mode = method, tuple(sorted({**dict(before), **attributes}.items()))  # flax keeps others, too
         kind: Any = type(self.apply)
-        self.apply = apply_of(
-            kind, self.apply.blueprint, self.state is not None, (method, tuple(sorted(every.items())))
-        )
+        self.apply = apply_of(kind, self.apply.blueprint, self.state is not None, mode)
 
 
 def put_back(references: Mapping[str, RRef[Any]], variables: Any) -> None:
@@ -220,9 +219,7 @@ def put_back(references: Mapping[str, RRef[Any]], variables: Any) -> None:
         known = {name: one.local_value() for name, one in references.items()}
         differs = difference(variables, known)
         if differs is not None:
-            raise ValueError(
-                f"restore on {current_worker().info}: {differs}. Nothing was changed. Restore what variables() gave."
-            )
+            raise ValueError(f"restore on {current_worker().info}: {differs}. Nothing was changed.")
         for name, value in converted(variables, known).items():
             owned.replace(references[name].id, value)
 
