@@ -130,7 +130,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except DistgradError as error:
         print(f"jdistgrad {options.command}: {error}", file=sys.stderr)
         return 2
-
-
-if __name__ == "__main__":
-    sys.exit(main())

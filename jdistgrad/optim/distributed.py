@@ -87,7 +87,7 @@ class DistributedOptimizer(Corrected):
         for number, rref in enumerate(self._rrefs):
             numbers[rref.owner.rank].append(number)
         self._on_owners: list[tuple[RRef[owner.OwnedParameters], list[int]]] = [
-            (api.remote(rank, owner.own_parameters, (tx, [by_reference(self._rrefs[k]) for k in mine])), mine)
+            (api.remote(rank, owner.OwnedParameters, (tx, [by_reference(self._rrefs[k]) for k in mine])), mine)
             for rank, mine in numbers.items()
         ]
         _all([owned.creation() for owned, _ in self._on_owners])

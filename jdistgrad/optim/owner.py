@@ -75,6 +75,7 @@ class ValueForm:
         return found
 
 
+@shown_as("the start of an optimizer on an owner")
 class OwnedParameters:
     """The values of some references on their owner, and an optax transformation's state for these values."""
 
@@ -182,12 +183,7 @@ def _inspected(leaves: list[Any]) -> tuple[Any, Any]:
     return sum(squares), jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
-# The functions that an optimizer calls on owners. It holds a reference to the parameters: for a step an id is enough.
-
-
-@shown_as("the start of an optimizer on an owner")
-def own_parameters(transformation: Any, rrefs: Sequence[Any]) -> OwnedParameters:
-    return OwnedParameters(transformation, rrefs)
+# The functions that a step calls on owners. The optimizer holds a reference to the parameters: an id is enough.
 
 
 @shown_as("an optimizer's step")

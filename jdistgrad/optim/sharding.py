@@ -231,8 +231,8 @@ def require_elementwise(tx: optax.GradientTransformationExtraArgs, params: Any) 
         ) from error
     if where is not None:
         raise ValueError(
-            f"shard_state: this transformation does something else to a slice of a parameter than to the whole ({where}"
-            "), so the ranks would train otherwise than one process. It looks at whole leaves, at all of them "
+            "shard_state: this transformation does something else to a slice of a parameter than to the whole (seen at "
+            f"{where}), so the ranks would train otherwise than one process. It looks at whole leaves, at all of them "
             "together, or at their shapes, as clipping by norm, lamb, lars, adafactor, centralize, apply_if_finite, "
             "noise and masks by ndim do. Clip by shard_state(tx, max_global_norm=...), and put the rest in front: "
             "optax.chain(jd.average_gradients(), first, jd.shard_state(elementwise))."
@@ -262,7 +262,7 @@ def _differing(tx: Any, params: Any) -> str | None:
             largest = np.max(np.abs(one), initial=0, where=np.isfinite(one))
             expected = one[one.size - cut.size :]
             if not np.allclose(expected, cut, rtol=1e-3, atol=1e-6 * largest, equal_nan=True):
-                return f"seen at {jax.tree_util.keystr(path) or 'the parameter'}"
+                return jax.tree_util.keystr(path) or "the parameter"
         moved += any(np.any(one != 0) for one in found)
         if moved == 3:
             break
@@ -272,9 +272,8 @@ def _differing(tx: Any, params: Any) -> str | None:
 def _small(leaf: Any) -> np.ndarray:
     """Return numbers in a leaf of as many dimensions: the last two of a matrix may be large, others get small."""
     sizes = jnp.shape(leaf)
-    shape = tuple(
-        min(size, SIDE if len(sizes) > 1 and axis >= len(sizes) - 2 else 3) for axis, size in enumerate(sizes)
-    )
+    most = [3] * (len(sizes) - 2) + [SIDE, SIDE] if len(sizes) > 1 else [3]
+    shape = tuple(map(min, sizes, most))
     kind = leaf.dtype if jnp.issubdtype(jnp.result_type(leaf), jnp.integer) else np.float32
     return np.cos(np.arange(np.prod(shape, dtype=int)) + len(shape)).reshape(shape).astype(kind)
 

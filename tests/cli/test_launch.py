@@ -75,7 +75,6 @@ def test_the_threads_for_the_workers_of_one_process_are_not_for_the_ranks_that_i
     ("arguments", "n", "program"),
     [
         (["-n", "3", "a.py", "-n", "5"], 3, ["a.py", "-n", "5"]),
-        (["a.py"], 2, ["a.py"]),
         (["-n", "3", "-m", "pytest", "-q", "-n", "0"], 3, ["-m", "pytest", "-q", "-n", "0"]),
         (["--local", "-c", "pass", "--local"], 2, ["-c", "pass", "--local"]),
         ([], 2, []),
