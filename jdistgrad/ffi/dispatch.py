@@ -10,10 +10,7 @@ local world each worker may have such a program that waits for the other workers
 """
 
 import contextlib
-import functools
 import os
-from collections.abc import Callable
-from typing import Any
 
 import jax
 
@@ -23,12 +20,18 @@ from jdistgrad.threads import OWN_POOL, POOL, usable_cores
 OPTION = "jax_cpu_enable_async_dispatch"
 THREADS = 32  # this many slow down products of large matrices by 3 % on two cores
 
+# What may be the cause where a program has waited in vain.
 HELD_A_THREAD = (
     "The program that waited held one of XLA's threads: with all of them held, nothing that other workers request is "
     f"computed here. Set the environment variable {POOL} to a larger number (jdistgrad run sets it to a rank's share "
     "of the cores), and import jdistgrad after jax, before the first array is made: jdistgrad then tells JAX to run "
     "programs on the threads that call them, and, in a program that was not started as a job, XLA to have "
     f"{THREADS} threads."
+)
+ON_DEVICES = (
+    "A program on {} devices waited for it. XLA runs one program on several devices of a process at a time: if what it "
+    "waited for runs another one in this process, neither ends. jdistgrad.jit in place of jax.jit makes calls between "
+    "programs; programs on one device do not keep others from running."
 )
 
 
@@ -48,21 +51,3 @@ def finish_programs() -> None:
     """Wait for the programs with ordered effects that this thread has called, also where XLA runs them on its own."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # which those see that use the results
         jax.effects_barrier()
-
-
-def explained_on(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let errors of a function that a program on several devices has waited for in vain say what may be the cause."""
-
-    @functools.wraps(function)
-    def call(*operands: Any) -> Any:
-        try:
-            return function(*operands)
-        except TimeoutError as error:
-            error.add_note(
-                f"A program on {count} devices waited for it. XLA runs one program on several devices of a process at a"
-                " time: if what it waited for runs another one in this process, neither ends. jdistgrad.jit in place of"
-                " jax.jit makes calls between programs; programs on one device do not keep others from running."
-            )
-            raise
-
-    return call

@@ -19,7 +19,6 @@ from jax.interpreters import mlir
 from jdistgrad._compat import abstract_token
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
-from jdistgrad.ffi.dispatch import explained_on
 from jdistgrad.ffi.sites import ALONE, TARGET, Deferred, Function, Site, Together, cancel_all
 from jdistgrad.threads import frames, started
 
@@ -73,9 +72,8 @@ def lower(
       quick: as for ``call_in_order``.
     """
     where = context.module_context.axis_context
-    if _devices_of(where) > 1:
-        function = explained_on(_devices_of(where), function)
-    site = Site(function, avals, context.avals_out, quick=quick, together=_devices_together(where))
+    devices, together = _devices_of(where), _devices_together(where)
+    site = Site(function, avals, context.avals_out, quick=quick, devices=devices, together=together)
     return _calling(context, operands, avals, site)
 
 

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 from jdistgrad.ffi import abi
-from jdistgrad.ffi.dispatch import HELD_A_THREAD, run_programs_where_they_are_called
+from jdistgrad.ffi.dispatch import HELD_A_THREAD, ON_DEVICES, run_programs_where_they_are_called
 from jdistgrad.threads import ThreadPool, called_by_c, signal_again
 
 TARGET = "jdistgrad_call"
@@ -62,6 +62,7 @@ class Site:
       operands, results: shapes and dtypes. XLA passes a token, if there is any, after these.
       quick: whether the function runs on XLA's thread, where nothing may wait. It returns a part that has to wait as
         a ``Deferred``.
+      devices: how many the program runs on.
       together: how many devices make each call together, since XLA divides the program among them; and, if there are
         several groups of such devices, the group of each device, by number.
     """
@@ -73,9 +74,10 @@ class Site:
         results: Sequence[Any],
         *,
         quick: bool,
+        devices: int = 1,
         together: Together = ALONE,
     ):
-        self.function, self.quick = function, quick
+        self.function, self.quick, self.devices = function, quick, devices
         self.shared = SharedCalls(*together) if together[0] > 1 else None
         self.operands, self.results = (
             [(tuple(one.shape), abi.carrier(one.dtype)) for one in arrays] for arrays in (operands, results)
@@ -135,11 +137,8 @@ class SharedCalls:
 class SiteCall:
     """A call under way. It ends once, with its function or by a cancellation; then XLA owns the results' memory."""
 
-    def __init__(
-        self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.AsyncResult, *, holds_thread: bool
-    ):
-        self._function, self._results, self._pending = function, results, pending
-        self._holds_thread = holds_thread
+    def __init__(self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.AsyncResult, hint: str):
+        self._function, self._results, self._pending, self._hint = function, results, pending, hint
         self._ended, self._lock = False, threading.Lock()
         self.cancelled = False
         _under_way.add(self)
@@ -149,8 +148,8 @@ class SiteCall:
         try:
             self.end(self._function())
         except BaseException as error:
-            if self._holds_thread and isinstance(error, TimeoutError):
-                error.add_note(HELD_A_THREAD)
+            if self._hint and isinstance(error, TimeoutError) and self._hint not in getattr(error, "__notes__", ()):
+                error.add_note(self._hint)
             self.end(None, error)
         finally:
             _running.call = None
@@ -225,7 +224,8 @@ def _handle(address: int) -> int | None:
             # A thread of XLA's pool runs the program if there is no Python frame below this one.
             here, by_xla = contextvars.copy_context(), sys._getframe().f_back is None
             here.run(_by_xla.set, by_xla or _by_xla.get())
-            call = SiteCall(found.rest, results, frame.begin(), holds_thread=by_xla)
+            hint = ON_DEVICES.format(site.devices) if site.devices > 1 else HELD_A_THREAD if by_xla else ""
+            call = SiteCall(found.rest, results, frame.begin(), hint)
             _threads.run(functools.partial(here.run, call.run))
         else:
             _put(found, results)

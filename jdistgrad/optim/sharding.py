@@ -158,9 +158,7 @@ def _parts(leaf: Any, size: int) -> jax.Array:
     return jnp.pad(flat, (0, length * size - flat.size)).reshape(size, length)
 
 
-@jax.jit
-def _sum_of_squares(slices: Any) -> Any:
-    return optax.tree.norm(slices, squared=True)
+_sum_of_squares = jax.jit(functools.partial(optax.tree.norm, squared=True))
 
 
 @jax.jit
