@@ -14,6 +14,7 @@ import jax
 import optax
 
 from jdistgrad.errors import CheckpointError
+from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.optim.owner import OwnedParameters, Value
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.futures import CallFuture, done_future
