@@ -3,9 +3,6 @@
 And optimizers that do not change unused parameters.
 """
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -76,8 +73,11 @@ def average_gradients(
 def with_extra_arguments(
     tx: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation whose ``update`` takes extra arguments, and leaves them out if ``tx`` takes none."""
-    if isinstance(tx, optax.MultiSteps):  # for which optax always leaves them out
+    """Return a transformation whose ``update`` takes extra arguments, and leaves them out if ``tx`` takes none.
+
+    ``optax.with_extra_args_support``, and ``MultiSteps.gradient_transformation``, leave them out for ``MultiSteps``.
+    """
+    if isinstance(tx, optax.MultiSteps):
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     return optax.with_extra_args_support(tx)
 
@@ -172,56 +172,47 @@ def keep_unused(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.Gr
       >>> updates, state = tx.update(gradients, state, params, used=dp.used)
     """
     inner = with_extra_arguments(tx)
-    places = functools.cache(functools.partial(places_in, inner))
-
-    def init(params: Any) -> Any:
-        places(jax.tree.structure(params))  # first: the init of an average begins anew
-        return inner.init(params)
 
     def update(updates: Any, state: Any, params: Any = None, *, used: Any = None, **extra: Any) -> tuple[Any, Any]:
         if used is None:
             raise ValueError("keep_unused: update needs used=dp.used, of a DataParallel(find_unused_parameters=True)")
-        found, after = inner.update(updates, state, params, **extra)
+        after, new = inner.update(updates, state, params, **extra)
+        kept = _where_used(used, updates, new, state)
+        return jax.tree.map(lambda use, u: jnp.where(use, u, jnp.zeros_like(u)), used, after), kept
 
-        def choose(use: Any, *parts: Any) -> Any:
-            return jax.tree.map(functools.partial(jnp.where, use), *parts)
-
-        kept = on_parameters(places(jax.tree.structure(used)), choose, used, after, state)
-        return jax.tree.map(lambda use, u: jnp.where(use, u, jnp.zeros_like(u)), used, found), kept
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-@jax.tree_util.register_static  # no leaf: a transformation's init passes it on instead of making zeros like it
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A parameter's place among the leaves."""
+def _where_used(used: Any, like: Any, new: Any, old: Any) -> Any:
+    """Return the new state, with the old state of unused parameters in each part that has a leaf per parameter."""
+    structure: Any = jax.tree.structure(used)
+    alone = jax.tree_util.treedef_is_leaf(structure)  # then any leaf of a state has the structure of the parameters
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
 
-    number: int
+    def is_of(leaf: Any, shape: tuple[int, ...]) -> bool:
+        """Return whether a leaf may be state of a parameter: of its shape, or a slice, factored moments, or masked."""
+        if isinstance(leaf, list):
+            return all(is_of(one, shape) for one in leaf)
+        if isinstance(leaf, optax.MaskedNode) or not hasattr(leaf, "shape"):
+            return isinstance(leaf, optax.MaskedNode)
+        counts = not jnp.issubdtype(leaf.dtype, jnp.inexact)  # steps, or it is a random key
+        if alone:  # only the dtype tells a count, and only the shape a setting, from a parameter's moment
+            return not counts and (leaf.shape == shape or leaf.ndim > 0)
+        return leaf.shape == shape or leaf.ndim > 0 or not counts
 
+    def belongs(part: Any) -> bool:
+        try:
+            leaves = structure.flatten_up_to(part)
+        except (ValueError, TypeError):
+            return False
+        return all(map(is_of, leaves, shapes))
 
-def _is_part(node: Any) -> bool:
-    return isinstance(node, _Place | AverageGradientsState)  # a hook has a state for each bucket
+    def choose(after: Any, before: Any) -> Any:
+        if not belongs(after):
+            return after
+        return jax.tree.map(
+            lambda use, *both: jax.tree.map(lambda new, old: jnp.where(use, new, old), *both), used, after, before
+        )
 
-
-def places_in(tx: optax.GradientTransformation | optax.MultiSteps, structure: Any) -> Any:
-    """Return a state with the places of parameters, which have this structure, where the state has parts of them.
-
-    Unlike for ``optax.tree_map_params``, functions that make masks or labels get a tree of the parameters' structure.
-    """
-    marked = tx.init(jax.tree.unflatten(structure, list(map(_Place, range(structure.num_leaves)))))
-    return jax.tree.map(lambda node: _is_part(node) and node, marked, is_leaf=_is_part)
-
-
-def on_parameters(places: Any, function: Callable[..., Any], params: Any, *states: Any) -> Any:
-    """Apply a function to each parameter and the parts of states that belong to it; keep what else the first has.
-
-    What is masked in the state (``optax.masked``, ``optax.multi_transform``) stays masked.
-    """
-    leaves = jax.tree.leaves(params)
-
-    def apply(mark: Any, *parts: Any) -> Any:
-        belongs = isinstance(mark, _Place) and not isinstance(parts[0], optax.MaskedNode)
-        return function(leaves[mark.number], *parts) if belongs else parts[0]
-
-    return jax.tree.map(apply, places, *states, is_leaf=_is_part)
+    # The hook of averages has a state for each bucket.
+    return jax.tree.map(choose, new, old, is_leaf=lambda part: isinstance(part, AverageGradientsState) or belongs(part))

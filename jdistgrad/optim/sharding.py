@@ -7,10 +7,11 @@ without sharding. Guarantee: the same updates as without sharding, for optimizer
 adafactor, clipping by norm) would see slices: ``init`` tries a transformation on a small tree, and refuses these.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jdistgrad.collectives.base import Collectives, require_collectives
 from jdistgrad.collectives.default import shared
 from jdistgrad.collectives.operations import divided
 from jdistgrad.data_parallel.buckets import limits_of, plan_buckets
-from jdistgrad.optim.averaging import on_parameters, places_in, with_extra_arguments
+from jdistgrad.optim.averaging import with_extra_arguments
 
 
 def shard_state(
@@ -96,12 +97,12 @@ def gather_state(
     """
     all_ = _chosen(collectives)
 
-    def whole(like: Any, part: jax.Array) -> jax.Array:
+    def whole(part: jax.Array, like: Any) -> jax.Array:
         slice_ = (-(-math.prod(jnp.shape(like)) // all_.size),)
         _require_shape("gather_state", part, slice_, f"a slice for {all_.size} ranks", jnp.shape(like))
         return _put_together(all_.gather_same(part), (part.size,), (jnp.shape(like),))[0]
 
-    return on_parameters(places_in(tx, jax.tree.structure(params)), whole, params, state)
+    return on_parameters(tx, whole, state, params)
 
 
 def divide_state(
@@ -117,11 +118,11 @@ def divide_state(
     """
     all_ = _chosen(collectives)
 
-    def part(like: Any, leaf: Any) -> Any:
+    def part(leaf: Any, like: Any) -> Any:
         _require_shape("divide_state", leaf, jnp.shape(like), "a whole", jnp.shape(like))
         return _slices(leaf, all_)
 
-    return on_parameters(places_in(tx, jax.tree.structure(params)), part, params, state)
+    return on_parameters(tx, part, state, params)
 
 
 def _require_shape(what: str, leaf: Any, expected: tuple[int, ...], kind: str, parameter: tuple[int, ...]) -> None:
@@ -132,6 +133,32 @@ def _require_shape(what: str, leaf: Any, expected: tuple[int, ...], kind: str, p
             f"{list(parameter)}, expected {list(expected)}, {kind}. What has other shapes than the parameters "
             "(optax.zero_nans, optax.adafactor) belongs outside of shard_state."
         )
+
+
+@jax.tree_util.register_static  # no leaf: a transformation's init passes it on instead of making zeros like it
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """A parameter's place among the leaves."""
+
+    number: int
+
+
+def on_parameters(
+    tx: optax.GradientTransformation | optax.MultiSteps, function: Callable[[Any, Any], Any], state: Any, params: Any
+) -> Any:
+    """Apply a function to each leaf of a state that belongs to a parameter, and to that parameter.
+
+    What is masked in the state (``optax.masked``, ``optax.multi_transform``) stays masked. Unlike
+    ``optax.tree_map_params``, functions that make masks or labels get a tree of the parameters' structure.
+    """
+    leaves, structure = jax.tree.flatten(params)
+    marked: Any = tx.init(jax.tree.unflatten(structure, [_Place(number) for number in range(len(leaves))]))
+
+    def apply(mark: Any, part: Any) -> Any:
+        belongs = isinstance(mark, _Place) and not isinstance(part, optax.MaskedNode)
+        return function(part, leaves[mark.number]) if belongs else part
+
+    return jax.tree.map(apply, marked, state, is_leaf=lambda node: isinstance(node, _Place))
 
 
 def _chosen(collectives: Collectives | None) -> Collectives:

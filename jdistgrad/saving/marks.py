@@ -15,8 +15,8 @@ import optax
 from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.collectives.base import Collectives
 from jdistgrad.errors import CheckpointError
-from jdistgrad.optim.averaging import on_parameters, places_in
 from jdistgrad.optim.distributed import DistributedOptimizer
+from jdistgrad.optim.sharding import on_parameters
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.rref import RRef
 
@@ -148,10 +148,7 @@ def _content(mark: PerWorker | Sharded) -> Any:
     if ours is not None:
         rank, count, group = ours.rank, ours.size, ours.world_ranks
     return on_parameters(
-        places_in(mark.tx, jax.tree.structure(mark.params)),
-        lambda like, part: Slice(part, jnp.shape(like), rank, count, group),
-        mark.params,
-        mark.state,
+        mark.tx, lambda part, like: Slice(part, jnp.shape(like), rank, count, group), mark.state, mark.params
     )
 
 
