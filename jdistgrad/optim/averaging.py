@@ -19,6 +19,7 @@ from jdistgrad.data_parallel.buckets import Cap
 from jdistgrad.data_parallel.compiled import CompiledAverage
 from jdistgrad.data_parallel.driver import Driver, shared_driver
 from jdistgrad.data_parallel.hooks import Hook
+from jdistgrad.optim.sharding import with_extra_arguments
 
 
 class AverageGradientsState(NamedTuple):
@@ -68,18 +69,6 @@ def average_gradients(
         return averaged, AverageGradientsState(states)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def with_extra_arguments(
-    tx: optax.GradientTransformation | optax.MultiSteps,
-) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation whose ``update`` takes extra arguments, and leaves them out if ``tx`` takes none.
-
-    ``optax.with_extra_args_support``, and ``MultiSteps.gradient_transformation``, leave them out for ``MultiSteps``.
-    """
-    if isinstance(tx, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    return optax.with_extra_args_support(tx)
 
 
 class LocalSgdState(NamedTuple):

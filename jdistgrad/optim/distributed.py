@@ -21,7 +21,7 @@ from jdistgrad.autograd.operations.uses import use, use_all
 from jdistgrad.corrections import Corrected
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.optim import owner
-from jdistgrad.optim.averaging import with_extra_arguments
+from jdistgrad.optim.sharding import with_extra_arguments
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.handles import NO_MARKS

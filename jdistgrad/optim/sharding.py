@@ -23,7 +23,6 @@ from jdistgrad.collectives.base import Collectives, require_collectives
 from jdistgrad.collectives.default import shared
 from jdistgrad.collectives.operations import divided
 from jdistgrad.data_parallel.buckets import limits_of, plan_buckets
-from jdistgrad.optim.averaging import with_extra_arguments
 
 
 def shard_state(
@@ -317,3 +316,15 @@ def _gradients(params: Any, step: int, *, scale: float, with_nan: bool) -> Any:
 
 def _second_half(leaf: np.ndarray) -> np.ndarray:
     return leaf.reshape(-1)[leaf.size // 2 :]
+
+
+def with_extra_arguments(
+    tx: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
+    """Return a transformation whose ``update`` takes extra arguments, and leaves them out if ``tx`` takes none.
+
+    ``optax.with_extra_args_support``, and ``MultiSteps.gradient_transformation``, leave them out for ``MultiSteps``.
+    """
+    if isinstance(tx, optax.MultiSteps):
+        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
+    return optax.with_extra_args_support(tx)

@@ -71,7 +71,7 @@ WHOLE = RRef, RemoteGradient, DistributedOptimizer, PerWorker, Sharded, Slice
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class PlacedLeaf:
     """A leaf at its place. ``own``: whether each worker has its own."""
 
     place: str
@@ -119,14 +119,14 @@ def sharded(tx: optax.GradientTransformation, state: Any, params: Any, collectiv
     return Sharded(tx, state, params, collectives)
 
 
-def leaves_of(tree: Any, place: str, *, own: bool = False) -> Iterator[Leaf]:
+def leaves_of(tree: Any, place: str, *, own: bool = False) -> Iterator[PlacedLeaf]:
     """Yield the leaves of a tree, below a place, with what the marks contain."""
     for path, value in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, WHOLE))[0]:
         where = place + jax.tree_util.keystr(path)
         if isinstance(value, PerWorker | Sharded):
             yield from leaves_of(_content(value), where, own=own or isinstance(value, PerWorker))
         else:
-            yield Leaf(where, value, own or isinstance(value, Slice))
+            yield PlacedLeaf(where, value, own or isinstance(value, Slice))
 
 
 def replaced(tree: Any, found: Iterator[Any]) -> Any:

@@ -21,7 +21,7 @@ from jdistgrad.rpc.futures import CallFuture, done_future
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, saved_leaves
-from jdistgrad.saving.marks import Leaf, Slice, leaves_of, require_different
+from jdistgrad.saving.marks import PlacedLeaf, Slice, leaves_of, require_different
 from jdistgrad.saving.reading import SHARED, Reader, own_part
 from jdistgrad.saving.saved_leaves import Description
 from jdistgrad.wire.interrupts import wait_for_first
@@ -75,8 +75,8 @@ class Plan(NamedTuple):
 
     places: list[str]
     works: list[Work]
-    in_trees: list[Leaf]
-    leaves: list[Leaf]
+    in_trees: list[PlacedLeaf]
+    leaves: list[PlacedLeaf]
 
     @classmethod
     def of(cls, trees: Any, optimizers: Any) -> "Plan":
@@ -88,7 +88,7 @@ class Plan(NamedTuple):
         )
 
 
-def _works(leaf: Leaf) -> Iterator[Work]:
+def _works(leaf: PlacedLeaf) -> Iterator[Work]:
     """Yield what owners do for a leaf. Raises StaleReferenceError for one of another world, which may have its ids."""
     if isinstance(leaf.value, RRef):
         leaf.value._home(leaf.place)

@@ -11,7 +11,7 @@ from jdistgrad.optim.owner import first_difference
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, saved_leaves
-from jdistgrad.saving.marks import Leaf, Slice, pieces
+from jdistgrad.saving.marks import PlacedLeaf, Slice, pieces
 from jdistgrad.saving.saved_leaves import Description
 
 SHARED = "shared"
@@ -82,7 +82,7 @@ def predecessors(callers: Sequence[int], size: int, manifest: Mapping[str, Any])
     return {rank: before[number] if number < len(before) else None for number, rank in enumerate(callers)}
 
 
-def held_leaves(reader: Reader, leaves: Sequence[Leaf], of_callers: Predecessors) -> dict[str, Any]:
+def held_leaves(reader: Reader, leaves: Sequence[PlacedLeaf], of_callers: Predecessors) -> dict[str, Any]:
     """Return what was saved of the leaves that this caller holds, by place."""
     rank, held = current_worker().rank, [leaf for leaf in leaves if not leaf.is_owned]
     was = of_callers[rank]
