@@ -29,7 +29,7 @@ def loss_fn(params, x):
 
 def tell(worker, peer, message):
     function = message.body[0] if message.kind is MessageType.CALL else None
-    known = getattr(function, "message", None)
+    known = getattr(function, "recorded_as", None)
     what = "" if function is None else f"  {describe(function)}"
     what += "" if known is None else f", message {spell(known)}"
     way = f"worker{worker.rank} -> worker{peer}"
