@@ -55,11 +55,6 @@ class LeafSpec:
     def __str__(self) -> str:
         return f"{self.dtype if self.impl is None else f'key<{self.impl}>'}{list(self.shape)}"
 
-    def differs_from(self, other: "LeafSpec") -> bool:
-        """Return whether one cannot stand for the other: JAX adapts weak types, and dtypes that it has none of."""
-        here, there = (canonical(one.dtype) for one in (self, other))
-        return (self.shape, here, self.impl) != (other.shape, there, other.impl)
-
     def zeros(self) -> Any:
         """Return numbers that are zeros, not keys; as JAX's where they are weak."""
         assert self.impl is None
