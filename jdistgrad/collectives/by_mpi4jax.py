@@ -22,9 +22,9 @@ from jdistgrad.collectives.spanning import Finish, Program
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.sites import Deferred
+from jdistgrad.leaves import as_jax_array
 from jdistgrad.rpc.devices import opened_gpus
 from jdistgrad.wire import launcher_env
-from jdistgrad.wire.arrays import as_jax_array
 
 ROUTE_TAG = 31_074
 AT_ONCE = 100e-6  # seconds

@@ -15,9 +15,9 @@ from jdistgrad.collectives.host_arrays import empty
 from jdistgrad.collectives.operations import CHUNK, COMBINE, OPERATIONS, Route, combined, described
 from jdistgrad.collectives.roll_call import require_same_texts
 from jdistgrad.collectives.world import raise_lost
+from jdistgrad.leaves import EXTENSIONS_FROM
 from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
-from jdistgrad.wire.arrays import EXTENSIONS_FROM
 
 SUMMED = 2 << 20  # bytes, see ``OverMPI._reduce_scatter``
 MOVES = 1000  # the tag of letters along routes: users' tags are smaller

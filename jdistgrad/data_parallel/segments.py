@@ -16,10 +16,10 @@ from jdistgrad._compat import lowered, trace_context
 from jdistgrad.collectives.descriptions import describe, flatten, removed, require_inexact, static_parts
 from jdistgrad.collectives.spanning import Span
 from jdistgrad.errors import CollectiveError
+from jdistgrad.leaves import as_jax_array
 from jdistgrad.rpc.current import once_for_all
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.handles import without_handles
-from jdistgrad.wire.arrays import as_jax_array
 
 T = TypeVar("T")
 

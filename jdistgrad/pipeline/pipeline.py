@@ -14,6 +14,7 @@ from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import opened_context
 from jdistgrad.autograd.tape.tape import next_message, next_place
 from jdistgrad.errors import CallTimeoutError, ContextError, DifferentiationError, DistgradError, WorkerLostError
+from jdistgrad.leaves import as_jax_array
 from jdistgrad.pipeline.batches import joined, sizes_of
 from jdistgrad.pipeline.parts import Given, Part, as_stage, parts_of
 from jdistgrad.pipeline.report import Report
@@ -25,7 +26,6 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.rref import RRef, remote
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.schedules.schedule import Kind, Schedule
-from jdistgrad.wire.arrays import as_jax_array
 
 ANSWER_SECONDS = 0.5
 NOTHING = Done(None, [], [], 0)  # of a worker without actions

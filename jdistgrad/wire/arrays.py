@@ -21,14 +21,13 @@ import numpy as np
 from jdistgrad._compat import array_of
 from jdistgrad.errors import EncodingError
 from jdistgrad.leaves import (
-    EXTENSIONS_FROM as EXTENSIONS_FROM,
+    EXTENSIONS_FROM,
     LeafSpec,
-    as_jax_array as as_jax_array,
     canonical,
-    check_kept as check_kept,
+    check_kept,
     dtype_name,
     is_key,
-    named_dtype as named_dtype,
+    named_dtype,
     plain,
 )
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jdistgrad.errors import EncodingError
+from jdistgrad.leaves import as_jax_array
 from jdistgrad.rpc.codec import PickleCodec
-from jdistgrad.wire.arrays import ALIAS_FROM, ArrayBlock, as_jax_array
+from jdistgrad.wire.arrays import ALIAS_FROM, ArrayBlock
 from jdistgrad.wire.memory import BufferPool
 
 CODEC = PickleCodec()

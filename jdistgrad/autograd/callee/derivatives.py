@@ -17,8 +17,8 @@ import jax
 
 from jdistgrad.autograd.values.holes import as_jax
 from jdistgrad.errors import DifferentiationError, DistgradError
+from jdistgrad.leaves import as_jax_array
 from jdistgrad.rpc.functions import describe
-from jdistgrad.wire.arrays import as_jax_array
 
 Orders = tuple[tuple[int, ...], ...]  # the operands of each derivative, the innermost derivative first
 

@@ -22,10 +22,10 @@ from jdistgrad.autograd.values.holes import (
     has_gradient,
     is_array,
     is_differentiable,
-    is_key,
     split,
 )
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.leaves import LeafSpec, as_jax_array, check_kept, is_key, plain as plain_data
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.codec import hides_traced
 from jdistgrad.rpc.fingerprints import equals_only_alike
@@ -35,7 +35,6 @@ from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.server import with_values
 from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.wire.arrays import as_jax_array, check_kept
 from jdistgrad.wire.message import from_token
 
 # What jax.jit does with an argument: takes it as a part of the program, as it was told; traces it; or never sees it.
@@ -294,13 +293,13 @@ def plain(function: Any, args: Any, kwargs: Any, *, arrays: bool) -> tuple[Any, 
     Arguments:
       arrays: whether the function needs arrays of JAX. Compiled ones make them faster themselves.
     """
-    types, paths = list[tuple[tuple[int, ...], str]](), trees.paths((args, kwargs))
+    types, paths = list[tuple[tuple[int, ...], Any]](), trees.paths((args, kwargs))
 
     def change(leaf: Any) -> Any:
         path, traced = next(paths), isinstance(leaf, jax.core.Tracer)
         if is_key(leaf):
-            types.append((path, str(jax.random.key_impl(leaf))))
-            return jax.random.key_data(leaf)
+            types.append((path, LeafSpec.of(leaf).impl))
+            return plain_data(leaf)
         if traced and getattr(leaf, "weak_type", False):
             types.append((path, WEAK))
         elif traced and arrays:

@@ -9,7 +9,7 @@ from jax.extend.core import Literal, jaxprs_in_params
 
 from jdistgrad import jaxprs
 from jdistgrad.autograd.values.primitive import has_wire, untied_p, wire_p
-from jdistgrad.wire.arrays import as_jax_array
+from jdistgrad.leaves import as_jax_array
 
 JITTED = {"jit", "pjit"}
 INLINED = (

@@ -20,9 +20,9 @@ from jdistgrad.autograd.staged.plan import StepPlan, Unit
 from jdistgrad.autograd.staged.rewriting import SMALL
 from jdistgrad.autograd.tape.tape import at_place, next_place
 from jdistgrad.autograd.values.primitive import Started, as_array
+from jdistgrad.leaves import as_jax_array
 from jdistgrad.rpc.current import current_scope, once_for_all, within
 from jdistgrad.rpc.worker import current_worker, find_worker
-from jdistgrad.wire.arrays import as_jax_array
 
 
 class Prepared:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.leaves import LeafSpec, as_jax_array, is_key, plain
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.handles import marks_of, with_marks
 from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.traced_hook import is_traced, staging
-from jdistgrad.wire.arrays import as_jax_array
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,7 +182,7 @@ def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, l
             found, structure = operands_of(reference)
             hole = ReferenceHole(structure, wraps, None if staging() else reference._claim)
         elif is_key(leaf):
-            hole, found = Hole(str(jax.random.key_impl(leaf))), [jax.random.key_data(leaf)]
+            hole, found = Hole(LeafSpec.of(leaf).impl), [plain(leaf)]
         else:
             hole, found = Hole(), [leaf]
         operands.extend(found)
@@ -214,10 +214,6 @@ def _unwrapped(leaf: Any) -> tuple[Any, int]:
 
 def arrays_of(tree: Any) -> list[Any]:
     return [tree] if isinstance(tree, jax.Array) and not is_key(tree) else split(tree, is_array)[1]
-
-
-def is_key(leaf: Any) -> bool:
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def is_array(leaf: Any) -> bool:
