@@ -29,7 +29,7 @@ from jdistgrad.wire.transport import Transport
 if TYPE_CHECKING:
     from jdistgrad.wire.mpi_job import MPIJob
 
-LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "ffi", "rpc", "threads", "wire"))
+LOGGERS = tuple(f"jdistgrad.{name}" for name in ("data_parallel", "rpc", "threads", "wire"))
 
 
 def init(

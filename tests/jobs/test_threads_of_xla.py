@@ -192,14 +192,15 @@ def test_a_call_that_timed_out_on_a_thread_of_xla_says_so(mpi_job):
         x = jnp.ones((3072, 3072))
         import jdistgrad as jd
 
-        def slow(x, y):
-            time.sleep(0 if isinstance(x, jax.core.Tracer) else 3)
-            return x + y
+        def slow(x, seconds):
+            time.sleep(0 if isinstance(x, jax.core.Tracer) else float(seconds))
+            return x + seconds
 
         with jd.local_workers(2):
-            step = jax.jit(lambda x: jd.rpc_sync(1, slow, args=(x[0, :3], 1), timeout=2))
+            step = jax.jit(lambda x, seconds: jd.rpc_sync(1, slow, args=(x[0, :3], seconds), timeout=2))
+            step(x, 0.0)
             try:
-                print(step(x @ x / 3072), flush=True)  # while it is computed
+                print(step(x @ x / 3072, 3.0), flush=True)  # while it is computed
             except jax.errors.JaxRuntimeError as error:
                 print(error, flush=True)
         """,
