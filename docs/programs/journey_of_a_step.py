@@ -1,4 +1,4 @@
-"""The program of docs/journey-of-a-step.md: a staged step on three workers, its plan and its messages."""
+"""The program of docs/journey.md, its staged step: a staged step on three workers, its plan and its messages."""
 
 import jax
 import jax.numpy as jnp

@@ -170,6 +170,15 @@ def test_derivatives_are_those_of_the_sum_of_all_ranks_losses(big_world, name, r
         for one in twice:
             np.testing.assert_allclose(one, second[rank], rtol=1e-4, atol=1e-5)
 
+    def step(total, x):
+        y = run(x)
+        return total + weight(rank, y), y
+
+    looped = jax.grad(lambda x: jax.lax.scan(step, 0.0, jnp.stack([x, x])), has_aux=True)
+    gradient, found = jax.jit(looped)(x)
+    np.testing.assert_allclose(found, [expected[rank]] * 2, rtol=1e-6)
+    np.testing.assert_allclose(gradient, 2 * first[rank], rtol=1e-5, atol=1e-6)
+
 
 OWN_PROGRAMS = (lambda p: jnp.arange(9.0).reshape(3, 3) @ p, lambda p: 2 * p, jnp.cumsum)
 
