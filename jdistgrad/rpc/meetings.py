@@ -266,7 +266,7 @@ class Members:
                 worker.transport.send_words(self.others, turn, self.name, word)
             return Meeting(self, self._arrivals, turn, word, what)
         try:
-            body = word if worker.hands_over else packed(word)
+            body = word if worker.hands_over or not self.others else packed(word)
         except Exception as error:  # the others wait for something in any case
             word = Unpicklable(in_short(error))
             body = packed(word)
