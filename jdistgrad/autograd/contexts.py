@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.callee.contributions import gradient_tree
 from jdistgrad.autograd.graph import Graph, gather
-from jdistgrad.autograd.tape.tape import Tape
+from jdistgrad.autograd.tape.tape import Lease, Tape, leased_context
 from jdistgrad.autograd.values.primitive import settle
 from jdistgrad.corrections import Corrected
 from jdistgrad.errors import ContextError, DifferentiationError, EncodingError
@@ -72,7 +72,7 @@ class Context(Corrected):
 
 @contextlib.contextmanager
 def context() -> Iterator[Context]:
-    """Open a context, in which the block's derivatives of remote calls gather their gradients.
+    """Open a context, in which the gradients of references are added up. Derivatives of arrays need no context.
 
     Every worker that takes part creates its own part of the context on the first message that names the context, and
     releases that part when the block ends, normally or by an exception.
@@ -152,28 +152,17 @@ def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
     return found
 
 
-class Lease:
-    """Ownership of a context, open or not yet: the context closes when the last holder of the lease is gone."""
-
-    def __init__(self, worker: Worker):
-        self._worker, self.id = worker, next(worker.scopes.ids)
-
-    def __del__(self) -> None:
-        self._worker.releasing.abandoned.append(self.id)
-
-
 @contextlib.contextmanager
 def some_context(*, needed: bool = True) -> Iterator[Any]:
     """Use the context this thread is in, or open one if calls may need it; yield the new context's lease, or None."""
     if not needed or current_scope() is not None or find_worker() is None or not trace_state_clean():
         yield None
         return
-    worker = current_worker()
-    lease = Lease(worker)
+    leases = list[Lease]()
     try:
-        with within(worker.scopes.enter(lease.id)):
-            yield lease
+        with leased_context(leases):
+            yield leases[0]
             settle()
     except BaseException:  # its traceback would keep the lease alive
-        worker.releasing.close_scope(lease.id)
+        leases[0].close()
         raise

@@ -45,7 +45,7 @@ class CallRemote(Call):
 
     results_come_here = waits_for_nothing = False
     has_references = needs_context = True
-    batched = Operation.batched
+    batched = Operation.batched  # type: ignore[assignment]
     staged: bool = False
     made: list[Any] = dataclasses.field(default_factory=list)  # its claim; recorded copies share the list
 

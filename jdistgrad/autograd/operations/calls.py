@@ -3,19 +3,22 @@
 These are the pull of cotangents through the call, and the push of tangents.
 """
 
+import contextlib
 import dataclasses
+import functools
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import numpy as np
 
 from jdistgrad.autograd.callee.derivatives import Orders
 from jdistgrad.autograd.callee.functions import BatchedOf, PullbackOf, PushforwardOf, ShapesOf, is_pure, state_argument
 from jdistgrad.autograd.callee.pullbacks import Map
 from jdistgrad.autograd.callee.recording import CallStop, Lane, LinearStop
 from jdistgrad.autograd.operations.messages import Crossing
-from jdistgrad.autograd.tape.tape import current_tape, next_message, next_number
+from jdistgrad.autograd.tape.tape import Lease, current_tape, leased_context, next_message, next_number
 from jdistgrad.autograd.values.holes import Hole, Layout, Operand, ReferenceHole, Results, as_jax, is_differentiable
 from jdistgrad.autograd.values.primitive import TAG_SHAPE, TOKEN_SHAPE, Batched, Operation, Shapes, Started, done
 from jdistgrad.errors import DifferentiationError
@@ -27,13 +30,20 @@ from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.message import as_token, from_token
 
+NO_CONTEXT = -1
+NOT_RECORDED = as_token(NO_CONTEXT, 0)
+
 
 @dataclasses.dataclass(eq=False)
 class Call(Crossing):
-    """A function called on a worker. ``orders``: for each derivative that is recorded, the operands it is taken of.
+    """A function called on a worker. ``orders``: for each derivative that is taken, the operands it is taken of.
 
-    Without orders, the call is not recorded. Outputs: the arrays among the function's results, and before them, if
-    the call is recorded, the tag under which its pullback is found.
+    Outputs: the arrays among the function's results, and before them, if there are orders, the tag.
+
+    A call with orders is recorded in the current context, and the tag names the recording. Outside any context, JAX
+    decides how long a recording is needed. Evaluated now, the call opens a context, which closes when the last
+    operation that may use the tag is gone: they share the list ``leases``. In compiled code there is no such moment, so
+    the call is not recorded, its tag is NOT_RECORDED, and a pull or a push runs the function again.
     """
 
     to: int
@@ -44,6 +54,7 @@ class Call(Crossing):
     orders: Orders = ()
     lanes: tuple[Lane, ...] = ()
     where: str = ""  # the place of the call in the user's program
+    leases: list[Lease] = dataclasses.field(default_factory=list)
     results_come_here: ClassVar[bool] = True
     reads = True
 
@@ -52,23 +63,48 @@ class Call(Crossing):
 
     def recording(self, wanted: Sequence[int]) -> "Call":
         """Return the same call, recorded for one more derivative: that of the call as it is recorded so far."""
-        return dataclasses.replace(self, orders=(*self.orders, tuple(sorted(wanted))))
+        leases = self.leases if self.orders or self.leases else []
+        return dataclasses.replace(self, orders=(*self.orders, tuple(sorted(wanted))), leases=leases)
+
+    def evaluated(self, operands: Sequence[Any]) -> list[Any]:
+        if not self.orders or current_scope() is not None or self.differentiates_references:
+            return super().evaluated(operands)
+        with leased_context(self.leases):
+            return super().evaluated(operands)
+
+    @property
+    def is_recorded(self) -> bool:
+        """Return whether the call is recorded here and now. What only a context can hold fails without one."""
+        if not self.orders or current_scope() is not None:
+            return bool(self.orders)
+        return self.differentiates_references or self.state is not None
+
+    @property
+    def differentiates_references(self) -> bool:
+        return not self.results_come_here or any(map(self.handles().intersection, self.orders))
 
     def released(self) -> "Call":
-        """Return the same call for JAX to keep: what JAX keeps for ever must keep no value alive, so the tape does."""
+        """Return the same call for JAX to keep: what JAX keeps for ever must keep no value alive, so the tape does.
+
+        Outside any context, compiled code has no tape, and keeps the values that it is called with.
+        """
         if staging():
             return self
         arguments, claims = self.arguments.released()
+        if claims and not self.leases and current_scope() is None:
+            return self
         if claims:
-            current_tape(lambda: describe(self.function)).kept.extend(claims)
+            with leased_context(self.leases) if self.leases else contextlib.nullcontext():
+                current_tape(lambda: describe(self.function)).kept.extend(claims)
         return dataclasses.replace(self, arguments=arguments)
 
     def start(self, operands: Sequence[Any]) -> Started:
         """Send the call as it is made: mostly the structure of its result is known from the answer only."""
-        results = self.results
-        stop = CallStop(None, self.leaves(), self.lanes, len(results.shapes) if results.have_keys else None)
+        results, numbers = self.results, self.drawn(operands)
+        orders = self.leaves() if numbers else ()
+        stop = CallStop(None, orders, self.lanes, len(results.shapes) if results.have_keys else None)
         finish = results.flatten if stop.count is None else lambda arrays: as_jax(results.counted(arrays))
-        return self.as_made(stop, self.drawn(operands), operands, finish)
+        return self.as_made(stop, numbers, operands if numbers else self.in_lanes(operands), finish)
 
     def as_made(
         self, stop: CallStop, numbers: tuple[int, ...], operands: Sequence[Any], finish: Callable[[Any], list[Any]]
@@ -77,11 +113,21 @@ class Call(Crossing):
         return self.alone(stop, self.function, numbers, [args, kwargs] if kwargs else [args], finish)
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
-        return (next_message(),) if self.orders else ()
+        return (next_message(),) if self.is_recorded else ()
 
     def known(self, numbers: tuple[int, ...]) -> list[Any]:
+        if not self.orders:
+            return []
         scope = current_scope() if numbers else None
-        return [] if scope is None else [as_token(scope.id, *numbers)]
+        return [NOT_RECORDED if scope is None else as_token(scope.id, *numbers)]
+
+    def in_lanes(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Return the operands with the lanes that the callee adds to those of a recorded call."""
+        given = list(operands)
+        for lane, k in ((lane, self.arguments.positions.index(lane.leaf)) for lane in self.lanes):
+            one = np.expand_dims(np.asarray(given[k]), lane.axis)
+            given[k] = np.broadcast_to(one, lane.shape(np.shape(given[k])))
+        return given
 
     @property
     def records(self) -> bool:
@@ -145,7 +191,7 @@ class Call(Crossing):
             self.results.learn(worker.rpc_sync(self.to, ShapesOf(self.function), args, kwargs, time))
         return [TAG_SHAPE, *self.results.shapes] if self.orders else self.results.shapes
 
-    def batched(self, size: int, batched: Sequence[bool]) -> Batched:
+    def batched(self, size: int, batched: Sequence[bool]) -> "tuple[Call, Sequence[int], Sequence[int]]":
         """Batch the call. The callee adds a Lane to operands of a recorded call that are wanted and not batched.
 
         So each element of the batch has cotangents of its own. A reference is one value for all elements, also where
@@ -195,8 +241,21 @@ class Linear(Crossing):
 
     def start(self, operands: Sequence[Any]) -> Started:
         context, *_ = from_token(operands[0])
+        if context == NO_CONTEXT:
+            number = [as_token(next_number())] if isinstance(self, Pull) else []
+            return self.again.start([operands[0], *number, *operands[1:]])
         with within(current_worker().scopes.find(context)):
             return super().start(self.needed(operands))
+
+    @functools.cached_property
+    def again(self) -> Call:
+        """Return the call that stands for the linear function of a call without a recording: it runs the function."""
+        call, maps = dataclasses.replace(self, maps=(), batches=()).functional(), iter(self.maps)
+        number = [False] if isinstance(self, Pull) else []
+        for size, own in self.batches:
+            inputs = self.in_batches()[0] if any(own) else next(maps).flags
+            call = call.batched(size, [False, *number, *own[1:], *inputs])[0]
+        return call
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
         if message is None:
@@ -286,7 +345,7 @@ class Linear(Crossing):
         inputs = range(first, first + self.inputs)
         layout = Layout(tree, (*range(extra), *(extra + k for k in arguments.positions), *inputs))
         timeout = None if self.timeout is None else self.patience(self.timeout)
-        return Call(self.to, function, layout, Results(), timeout)
+        return Call(self.to, function, layout, Results(), timeout, leases=self.call.leases or [])
 
     def refuse_references(self) -> None:
         """Raise DifferentiationError for tangents of references: these stand for values on other workers."""

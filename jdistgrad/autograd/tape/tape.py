@@ -18,8 +18,8 @@ import jax
 
 from jdistgrad.autograd.tape.ledger import REFERENCE, Contribution, Ledger, Target, total
 from jdistgrad.errors import ContextError
-from jdistgrad.rpc.current import current_scope
-from jdistgrad.rpc.worker import current_worker
+from jdistgrad.rpc.current import current_scope, within
+from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.wire.interrupts import SteadyCondition, wait_in_slices
 from jdistgrad.wire.message import from_token, spell, worker_of
 
@@ -202,10 +202,35 @@ def current_tape(what: Callable[[], str]) -> Tape:
     scope = current_scope()
     if scope is None:
         raise ContextError(
-            f"{what()} is differentiated outside any context. Put it inside `with jdistgrad.context() as ctx:`, or use "
+            f"{what()} is differentiated outside any context, where gradients of references have no place, nor, in "
+            "compiled code, has state. Put it inside `with jdistgrad.context() as ctx:`, or use "
             "jdistgrad.value_and_grad, which opens one itself (but not where JAX traces it: under jax.jit, vmap ...)."
         )
     return scope.content(Tape)
+
+
+class Lease:
+    """Ownership of a context, open or not yet: the context closes when the last holder of the lease is gone."""
+
+    def __init__(self, worker: Worker):
+        self._worker, self.id = worker, next(worker.scopes.ids)
+
+    def close(self) -> None:
+        """Close the context now."""
+        self._worker.releasing.close_scope(self.id)
+
+    def __del__(self) -> None:
+        self._worker.releasing.abandoned.append(self.id)
+
+
+@contextlib.contextmanager
+def leased_context(leases: list[Lease]) -> Iterator[None]:
+    """Enter the context of the lease in the list; if there is none, open a context and put its lease there."""
+    worker = current_worker()
+    if not leases:
+        leases.append(Lease(worker))
+    with within(worker.scopes.enter(leases[0].id)):
+        yield
 
 
 def note_fetched(reference: int, owner: int) -> None:

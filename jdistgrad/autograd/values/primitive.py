@@ -6,6 +6,7 @@ considers the primitive free of side effects: it may drop unused results, and ``
 
 import concurrent.futures
 import contextlib
+import contextvars
 import dataclasses
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -82,6 +83,10 @@ class Operation:
     def start(self, operands: Sequence[Any]) -> Started:
         raise NotImplementedError
 
+    def evaluated(self, operands: Sequence[Any]) -> list[Any]:
+        """Perform the operation, which is new, outside of compiled code, and return its outputs."""
+        return run(*operands, operation=self)
+
     def at_once(self, operands: Sequence[Any]) -> Any:
         """Return what is kept until the answer if another worker can serve the operation without waiting; else None.
 
@@ -93,7 +98,7 @@ class Operation:
         raise NotImplementedError
 
     def needed(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """Return the operands that ``start`` reads: staged and compiled code pass only these."""
+        """Return the operands that ``start`` reads in a context: a staged step passes only these."""
         return operands
 
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
@@ -117,11 +122,19 @@ wire_p.multiple_results = True
 untied_p = Primitive("untied")
 
 
+# The operation being evaluated. One that JAX performs at another time is an equation, of a jaxpr that JAX may keep.
+_new: contextvars.ContextVar[Operation | None] = contextvars.ContextVar("jdistgrad_new", default=None)
+
+
 def evaluate(operation: Operation, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """Return an operation's outputs: perform it now, or bind it where JAX traces."""
+    """Return an operation's outputs: perform it now, or bind it where JAX traces, which may perform it now, too."""
     if trace_state_clean() and not any(isinstance(one, jax.core.Tracer) for one in operands):
-        return tuple(run(*operands, operation=operation))
-    return tuple(bind(operation, operands))
+        return tuple(operation.evaluated(operands))
+    token = _new.set(operation)
+    try:
+        return tuple(bind(operation, operands))
+    finally:
+        _new.reset(token)
 
 
 def bind(operation: Operation, operands: Sequence[Any]) -> list[Any]:
@@ -146,6 +159,10 @@ def of_each_device(operation: Operation | None, operands: Sequence[Any]) -> Sequ
         jax.lax.pcast(one, tuple(every - mine), to="varying") if every - mine else one
         for one, mine in zip(operands, varying, strict=True)
     ]
+
+
+def _performed(*operands: Any, operation: Operation) -> list[Any]:
+    return operation.evaluated(operands) if _new.get() is operation else run(*operands, operation=operation)
 
 
 def run(*operands: Any, operation: Operation) -> list[Any]:
@@ -204,7 +221,7 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operati
             first[k] = jnp.moveaxis(operands[k], dim, 0)
         elif k in spread:
             first[k] = jnp.broadcast_to(operands[k], (size, *jnp.shape(operands[k])))
-    outputs = bind(batch, first)
+    outputs = evaluate(batch, first)
     return outputs, [None if k in plain else 0 for k in range(len(outputs))]
 
 
@@ -215,7 +232,7 @@ def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any
     def perform(*operands: np.ndarray) -> list[Any]:
         return _perform(operation, origin, shapes, operands, called_here=in_callers_context())
 
-    return lower(context, operation.needed(operands), operation.needed(context.avals_in), perform)
+    return lower(context, operands, context.avals_in, perform)
 
 
 def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
@@ -231,7 +248,7 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
             raise DifferentiationError(in_words(error)) from error
 
     return mlir.lower_fun(
-        lambda *operands: tuple(jax.pure_callback(perform, shapes, *operation.needed(operands))), multiple_results=True
+        lambda *operands: tuple(jax.pure_callback(perform, shapes, *operands)), multiple_results=True
     )(context, *operands)
 
 
@@ -256,7 +273,7 @@ ad.defjvp(untied_p, None)
 batching.defvectorized(untied_p)
 mlir.register_lowering(untied_p, lambda _, array: [array])
 
-wire_p.def_impl(run)
+wire_p.def_impl(_performed)
 wire_p.def_abstract_eval(_shapes)
 batching.primitive_batchers[wire_p] = _batched
 mlir.register_lowering(wire_p, _lowered)
