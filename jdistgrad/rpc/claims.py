@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from jdistgrad.errors import EncodingError, StaleReferenceError
 from jdistgrad.leaves import LeafSpec
 from jdistgrad.rpc.mailbox import Mailbox
-from jdistgrad.rpc.owned import Gift, Weight
-from jdistgrad.wire.message import Parcel
+from jdistgrad.rpc.owned import Weight
 
 T = TypeVar("T")
 
@@ -175,9 +174,3 @@ class decoding(encoding):  # noqa: N801
 
     __slots__ = ()
     place = threading.local()
-
-
-def gifts_in(parcel: Parcel) -> list[Gift]:
-    if not parcel.attached:
-        return []
-    return [(one, owner, Weight(units, scale)) for one, owner, units, scale in pickle.loads(parcel.attached)]

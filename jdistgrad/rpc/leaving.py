@@ -63,7 +63,7 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
 
     Returns:
       A text for each entry left in this worker's tables: references that were still held, values and contexts. They
-      are of no use any more.
+      are of no use any more. Values that lost workers held are among them.
 
     Raises:
       NotInitializedError: there is no world.

@@ -149,7 +149,6 @@ class Mailbox:
       threads: the threads that serve calls.
       running: users' code that runs here for other workers, by number, the oldest first.
       refused: how many messages were refused or came too late, by the rank that sent them.
-      note_gifts: takes note of the weight of references in a message to a worker, in a world that survives.
     """
 
     world: str
@@ -173,13 +172,12 @@ class Mailbox:
         self.failure: BaseException | None = None
         self.closed = False
         self.refused: collections.Counter[int] = collections.Counter()
-        self.note_gifts: Callable[[int, Parcel], None] | None = None
         self.threads = ThreadPool(f"jdistgrad-{self.info.name}", self.enter_thread)
         self.running: dict[int, Running] = {}
         self._parts: dict[type, Any] = {}
 
-    def add(self, part: P, kind: type | None = None) -> P:
-        self._parts[kind or type(part)] = part
+    def add(self, part: P) -> P:
+        self._parts[type(part)] = part
         return part
 
     @property
@@ -249,13 +247,6 @@ class Mailbox:
             if message.kind in CALLS and not body[2]:  # no keyword arguments
                 body = body[:2]
             parcel = self.codec.encode(body, snapshot=snapshot)
-        if parcel.attached and self.note_gifts is not None:
-            try:
-                self.note_gifts(peer, parcel)
-            except BaseException:
-                if parcel.undo is not None:
-                    parcel.undo()
-                raise
         message.body = parcel
         return parcel
 

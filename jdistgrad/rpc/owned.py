@@ -17,7 +17,7 @@ from typing import Any
 
 from jdistgrad.errors import StaleReferenceError
 from jdistgrad.wire.interrupts import InterruptibleFuture
-from jdistgrad.wire.message import spell
+from jdistgrad.wire.message import spell, worker_of
 
 REMEMBERED = 4096  # freed values, so that nobody waits for one of them
 FINER = 32  # bits
@@ -50,8 +50,6 @@ class Weight:
 
 NOTHING, WHOLE = Weight(0), Weight(1)
 
-Gift = tuple[int, int, Weight]  # the id of a reference, its owner, and the weight
-
 
 @dataclasses.dataclass(slots=True)
 class Owned:
@@ -75,21 +73,19 @@ class OwnerTable:
     def __init__(self) -> None:
         self.entries: dict[int, Owned] = {}
         self._freed: collections.OrderedDict[int, None] = collections.OrderedDict()
+        self._given_up: dict[int, BaseException] = {}  # by lost creator: the error of values that it has not announced
         self._lock = threading.Lock()
 
-    def announce(self, identifier: int, returned: Weight = NOTHING) -> Owned:
-        """Note that the value is being created, and that its creator holds the whole weight; return the entry.
-
-        Arguments:
-          returned: the part of the weight that has come back already: all of it, if the creator is lost.
-        """
+    def announce(self, identifier: int) -> Owned:
+        """Note that the value is being created, and that its creator holds the whole weight; return the entry."""
         with self._lock:
-            return self._release(identifier, returned, announced=True)
+            return self._release(identifier, NOTHING, announced=True)
 
     def value(self, identifier: int) -> concurrent.futures.Future[Any]:
         """Return the value, or the promise of it, for a holder of a reference."""
         with self._lock:
-            error = None if identifier in self.entries else self._why_gone(identifier)
+            entry = self.entries.get(identifier)
+            error = None if entry is not None and entry.announced else self._why_gone(identifier)
             if error is None:
                 return self.entries.setdefault(identifier, Owned()).value
         promise = InterruptibleFuture[Any]()
@@ -98,11 +94,18 @@ class OwnerTable:
 
     def _why_gone(self, identifier: int) -> BaseException | None:
         if identifier not in self._freed:
-            return None
+            return self._given_up.get(worker_of(identifier))
         return StaleReferenceError(
             f"the value of reference {spell(identifier)} is gone: nobody holds a reference to it any more. "
             "Keep the RRef while its value is being used."
         )
+
+    def give_up(self, creator: int, error: BaseException) -> list[concurrent.futures.Future[Any]]:
+        """Return the promises of values that a lost creator has not announced, for the caller to fail."""
+        with self._lock:
+            self._given_up[creator] = error
+            never = [one for one, entry in self.entries.items() if not entry.announced and worker_of(one) == creator]
+            return [self.entries.pop(identifier).value for identifier in never]
 
     def share(self, identifier: int) -> bool:
         """Add a whole weight for a new reference; return False if the value is gone."""
@@ -130,14 +133,14 @@ class OwnerTable:
             entry.lock = entry.lock or threading.RLock()
             return entry.lock
 
-    def release_all(self, returned: Iterable[tuple[int, Weight]]) -> dict[int, Owned]:
-        """Take back weights of references; return the entries that are now free, by id, for the caller to destroy.
+    def release_all(self, returned: Iterable[tuple[int, Weight]]) -> list[Owned]:
+        """Take back weights of references; return the entries that are now free, for the caller to destroy.
 
         Values may have destructors that use this table, so they must not die under the lock.
         """
         with self._lock:
-            entries = [(identifier, self._release(identifier, weight)) for identifier, weight in returned]
-            return {identifier: entry for identifier, entry in entries if entry.freed}
+            entries = [self._release(identifier, weight) for identifier, weight in returned]
+            return [entry for entry in entries if entry.freed]
 
     def clear(self) -> None:
         with self._lock:

@@ -2,22 +2,23 @@
 
 import collections
 import concurrent.futures
+import pickle
 import threading
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from jdistgrad.rpc.caller import AnyWorker, Caller
-from jdistgrad.rpc.claims import Claim, Drop, emptied, gifts_in
+from jdistgrad.rpc.claims import Claim, Drop, emptied
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs, shown_as
 from jdistgrad.rpc.mailbox import Mailbox, WorkerPart, current_part
 from jdistgrad.rpc.owned import NOTHING, WHOLE, Owned, OwnerTable, Weight
 from jdistgrad.rpc.scopes import ScopeTable
 from jdistgrad.wire.interrupts import put_off_interrupt
-from jdistgrad.wire.message import Message, MessageType, Parcel
+from jdistgrad.wire.message import Message, MessageType, worker_of
 
-Parts = list[tuple[int, int, int, bool]]  # of references: id, units and scale of a weight, whether there are accounts
+Parts = list[tuple[int, int, int]]  # of references: id, units and scale of a weight
 
 
 class References:
@@ -26,9 +27,7 @@ class References:
     Attributes:
       owned: the values that this worker owns.
       claims: the claims that it holds, by reference; ``drops``: the weights of those that have died and that the owners
-        have not been told of.
-      accounted: the references of which this worker has accounts, in a world that survives; ``forgettings``: the
-        workers, and references that they may forget, which have not been told yet.
+        have not been notified of.
     """
 
     def __init__(self, mailbox: Mailbox, caller: Caller):
@@ -37,8 +36,6 @@ class References:
         self.claims: weakref.WeakValueDictionary[int, Claim] = weakref.WeakValueDictionary()
         self.drops: collections.deque[Drop] = collections.deque()
         self._claiming = threading.Lock()
-        self.accounted: Collection[int] = ()
-        self.forgettings = collections.deque[tuple[int, int]]()
 
     def call_remote(self, to: AnyWorker, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Claim:
         """Make a value on another worker; return the claim to it."""
@@ -63,13 +60,9 @@ class References:
     def own(self, value: Any) -> Claim:
         with put_off_interrupt():
             claim = self.claim_new(self._mailbox.rank)
-            self.announce(claim.id).value.set_result(value)
+            self.owned.announce(claim.id).value.set_result(value)
             claim.add(WHOLE)
             return claim
-
-    def announce(self, identifier: int) -> Owned:
-        """Note that a value is being created here; return its entry."""
-        return self.owned.announce(identifier)
 
     def share(self, identifier: int) -> Claim | None:
         """Return a claim to a value that this worker owns, or None if the value is gone."""
@@ -110,25 +103,19 @@ class References:
 
     # Weight in messages.
 
-    def arrived(self, source: int, parcel: Parcel) -> list[Claim] | None:
-        """Take over the weight in a message; return the claims, or None if the message is of a lost worker."""
-        return [self.claim(*gift) for gift in gifts_in(parcel)]
+    def arrived(self, attached: bytes) -> list[Claim]:
+        """Take over the weight in a message; return the claims."""
+        return [self.claim(one, owner, Weight(*weight)) for one, owner, *weight in pickle.loads(attached)]
 
-    def returned(self, source: int, parts: Parts) -> list[Owned]:
+    def returned(self, parts: Parts) -> list[Owned]:
         """Take back weights that a worker has dropped; return the entries of values without references."""
-        returned = [(identifier, Weight(units, scale)) for identifier, units, scale, _ in parts]
-        return list(self.owned.release_all(returned).values())
+        return self.owned.release_all((identifier, Weight(units, scale)) for identifier, units, scale in parts)
 
-    @property
-    def has_news(self) -> bool:
-        """Return whether there is something that other workers have not been told."""
-        return bool(self.drops or self.forgettings)
-
-    def news(self) -> list[tuple[int, Message]]:
-        """Return what other workers have not been told: the weights dropped here, by owner."""
+    def dropped(self) -> list[tuple[int, Message]]:
+        """Return messages that return the weights dropped here to the owners."""
         dropped = dict[int, Parts]()
         for owner, one, weight in emptied(self.drops):
-            dropped.setdefault(owner, []).append((one, weight.units, weight.scale, one in self.accounted))
+            dropped.setdefault(owner, []).append((one, weight.units, weight.scale))
         return [(owner, Message(MessageType.DROP, self._mailbox.rank, 0, parts)) for owner, parts in dropped.items()]
 
 
@@ -157,6 +144,8 @@ class Releasing(WorkerPart):
             if scope is None:
                 return
             peers, contents = scope.close()
+            if self._lost and worker_of(identifier) == self._mailbox.rank:  # which may have called others in it
+                peers = set(range(self._mailbox.size))
             try:
                 release = Message(MessageType.RELEASE, self._mailbox.rank, identifier)
                 self._tell_all([(peer, release) for peer in peers - {self._mailbox.rank, *self._lost}])
@@ -166,12 +155,12 @@ class Releasing(WorkerPart):
 
     def tick(self, now: float = 0.0) -> None:
         """Close abandoned scopes, and return dropped weights to their owners."""
-        if not (self.abandoned or self._references.has_news):
+        if not (self.abandoned or self._references.drops):
             return
         with self._mailbox.work.under_way():  # until the messages count: the world might close before they are sent
             for identifier in emptied(self.abandoned):
                 self.close_scope(identifier)
-            self._tell_all(self._references.news())
+            self._tell_all(self._references.dropped())
 
     def _tell_all(self, messages: Iterable[tuple[int, Message]]) -> None:
         """Send messages to workers. One that cannot be sent keeps no other back, but is an error."""

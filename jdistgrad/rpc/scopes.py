@@ -89,7 +89,13 @@ class ScopeTable:
         self.open: dict[int, Scope] = {}
         self._closed: collections.OrderedDict[int, None] = collections.OrderedDict()
         self.lost: set[int] = set()
-        self._lock = threading.Lock()
+        self._rank, self._lock = rank, threading.Lock()
+
+    def lose(self, lost: int) -> list[int]:
+        """Let nobody enter a scope of a lost worker from now on; return the closed scopes that this worker opened."""
+        with self._lock:
+            self.lost.add(lost)
+            return [one for one in self._closed if worker_of(one) == self._rank]
 
     def enter(self, identifier: int, caller: int | None = None) -> Scope:
         """Return the scope with this id, made if it is new here.

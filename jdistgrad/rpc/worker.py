@@ -39,17 +39,14 @@ class Worker(Mailbox):
         self.scopes, self.messages = ScopeTable(self.rank), ids_of(self.rank)
         self.peers = self.add(Peers(self))
         self.calls = self.add(Caller(self, self._check))
-        self.references = References(self, self.calls)
-        if self.survives:
-            from jdistgrad.rpc.losses import AccountedReferences, Losses
-
-            self.references = AccountedReferences(self, self.calls)
-        self.add(self.references, References)
+        self.references = self.add(References(self, self.calls))
         self.releasing = self.add(Releasing(self, self.scopes, self.references, self.peers.lost))
         self.closing = self.add(Closing(self, self.peers, self.releasing.tick))
         self.groups = self.add(Groups())
         self.watchdog = self.add(Watchdog(self, self.calls, self.peers, self.closing, self.groups.sent))
         if self.survives:
+            from jdistgrad.rpc.losses import Losses
+
             self.losses = self.add(Losses(self))  # the last to do without a lost worker
         self.rpc_sync, self.rpc_async = self.calls.rpc_sync, self.calls.rpc_async
         self.handled_before = sys.exception()  # ``init`` may be called in an ``except`` block
@@ -94,14 +91,11 @@ class Worker(Mailbox):
         if self.survives and source in self.peers.lost:
             return None
         if isinstance(body, Parcel) and body.attached:
-            claims = self.references.arrived(source, body)
-            if claims is None:  # it comes from a worker that is being lost
-                return None
-            body.attached = claims
+            body.attached = self.references.arrived(body.attached)
         self.peers.liveness.heard(source)
         if kind in CALLS:
             self.work.begin(source)
-            value = self.references.announce(message.id).value if kind is MessageType.REMOTE else None
+            value = self.references.owned.announce(message.id).value if kind is MessageType.REMOTE else None
             return Served(self, self.scopes, message, value).serve
         try:
             if kind not in ANSWERS:
@@ -124,7 +118,7 @@ class Worker(Mailbox):
         elif kind is MessageType.RELEASE:
             return self.work.counted(functools.partial(self.releasing.close_scope, message.id))
         elif kind is MessageType.DROP:
-            freed = self.references.returned(source, message.body)
+            freed = self.references.returned(message.body)
             if freed:
                 self.run_counted(freed.clear)  # until references inside the values have returned their weight
         elif kind is MessageType.PING:

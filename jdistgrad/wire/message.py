@@ -63,20 +63,15 @@ class MessageType(enum.IntEnum):
     LEAVE = 11
     PUSH = 12
     RELEASE = 13
-    SETTLE = 14
-    FORGET = 15
-    PARTAKE = 16
-    BREAK = 17
-    LOST = 18
-    MEET = 19
-    WORD = 20
+    BREAK = 14
+    LOST = 15
+    MEET = 16
+    WORD = 17
 
 
 CALLS = frozenset({MessageType.CALL, MessageType.REMOTE})
 ANSWERS = frozenset({MessageType.RESULT, MessageType.FAILURE})
-ABOUT_LOSSES = frozenset(
-    {MessageType.LOST, MessageType.SETTLE, MessageType.FORGET, MessageType.PARTAKE, MessageType.BREAK}
-)
+ABOUT_LOSSES = frozenset({MessageType.LOST, MessageType.BREAK})
 WORK = CALLS | ANSWERS | ABOUT_LOSSES | {MessageType.PUSH, MessageType.DROP, MessageType.RELEASE}
 # Their bodies hold users' values; those of others numbers, strings ...
 ENCODED = CALLS | ANSWERS | {MessageType.PUSH, MessageType.MEET}

@@ -160,10 +160,10 @@ def test_a_world_stays_open_while_a_thread_returns_what_was_dropped():
         me = jd.init()
         if me.rank == 0:
             references, closing = current_worker().references, current_worker().closing
-            news = references.news
+            dropped = references.dropped
 
             def pausing():
-                found = news()
+                found = dropped()
                 if found:
                     slow.set()
                     if poll(lambda: closing.told_to_close.is_set() or closing._round > 5, 30):
@@ -172,7 +172,7 @@ def test_a_world_stays_open_while_a_thread_returns_what_was_dropped():
 
             made = jd.remote(1, abs, args=(-1,))
             made.to_here()
-            references.news = pausing
+            references.dropped = pausing
             del made
             assert slow.wait(30)
         return jd.shutdown()

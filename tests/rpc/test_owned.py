@@ -48,8 +48,8 @@ def test_all_references_of_one_id_share_a_claim():
     claims = References(types.SimpleNamespace(rank=0, world=""), caller=None)
     first, second = claims.claim(1, 0, WHOLE), claims.claim(1, 0, WHOLE)
     assert first is second
-    assert not claims.has_news
+    assert not claims.drops
     del first, second
     both = WHOLE + WHOLE
-    [(owner, drop)] = claims.news()
-    assert (owner, drop.body) == (0, [(1, both.units, both.scale, False)])
+    [(owner, drop)] = claims.dropped()
+    assert (owner, drop.body) == (0, [(1, both.units, both.scale)])

@@ -68,7 +68,7 @@ class CallStop(Stop):
     @functools.cached_property
     def owned(self) -> Owned:
         """Announce the value that stays here; return the entry with the promise of the value."""
-        return current_worker().references.announce(self.numbers[-1])
+        return current_worker().references.owned.announce(self.numbers[-1])
 
     def failed(self, error: BaseException) -> None:
         """Fail the value, so that nothing waits for it: the call has failed, perhaps before the function ran."""

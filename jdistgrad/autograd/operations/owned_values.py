@@ -93,7 +93,7 @@ class Publish(Operation):
     title = "jdistgrad.RRef"
 
     def start(self, operands: Sequence[Any]) -> Started:
-        owned = current_worker().references.announce(self.id)
+        owned = current_worker().references.owned.announce(self.id)
         owned.value.set_result(self.value.fill(operands))
         return done([NO_MARKS])
 
