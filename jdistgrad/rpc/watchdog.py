@@ -1,10 +1,9 @@
-"""The watchdog: it tracks the collectives that this worker waits in, and finds out whether the others still come.
+"""The watchdog of collectives: track those that this worker waits in, and find out whether the others still come.
 
-A call has a timeout, but in a collective each worker waits for all others, often inside MPI, where nothing reaches it.
-So a worker that enters a collective registers it here. The other participants are asked for a sign of life, like peers
-that owe an answer to a call; after a while they are also asked where they are. A participant that is lost or is
-shutting down will never come: then a wait outside MPI ends with an error that says so, and a wait inside MPI ends the
-job.
+In a collective each worker waits for all others, often inside MPI, where no message reaches it. So a worker that enters
+a collective registers it here. The other participants are asked for a sign of life, like peers in whose calls this
+worker waits, and after a while for their location. A participant that is lost or is shutting down will never come: then
+a wait outside MPI ends with an error, and a wait inside MPI ends the job.
 """
 
 import dataclasses
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from types import FrameType
-from typing import NamedTuple
 
 from jdistgrad import errors
 from jdistgrad.config import settings
@@ -41,7 +39,6 @@ ONLY_SERVES = (
     "has no program, and only serves calls. Let all workers call the collective, also this one: jd.rpc_all(workers, "
     "function_with_the_collective)"
 )
-CROSSED_SECONDS = 6.0  # how long two workers may wait for each other in different collectives before it is an error
 PACKAGE = str(pathlib.Path(__file__).parents[1])
 
 
@@ -53,8 +50,7 @@ class CollectiveEntry:
       what: each worker's own description.
       may_leave: whether a worker may leave long before the others: the collective is a program that goes on after its
         last reduction.
-      by_calls: whether it is a meeting of those that save together, which their own calls bring about: to it no worker
-        comes that is in ``shutdown``, and threads beside the program may be in it.
+      by_calls: whether it is a meeting of workers that save together, which their own calls bring about.
     """
 
     what: str = dataclasses.field(compare=False)
@@ -62,20 +58,6 @@ class CollectiveEntry:
     turn: int
     may_leave: bool = False
     by_calls: bool = False
-
-
-class Absence(NamedTuple):
-    """Why a worker that is elsewhere will not come to a collective, if that stays so for some seconds.
-
-    Attributes:
-      awaits: the collectives in which it waits for this worker, which is not there.
-      places: the lines that both are in then: a thread that still computes may come, if only this changes now and then.
-    """
-
-    why: str
-    seconds: float
-    awaits: frozenset[CollectiveEntry] = frozenset()
-    places: tuple[str, ...] = ()
 
 
 class InterruptedCollectiveError(errors.CollectiveError):
@@ -93,7 +75,7 @@ class WatchedBlock:
       explain: takes an error that ends the block; it may raise a better one.
 
     Attributes:
-      absent: the peers that are elsewhere, each with the reason and since when it has been this one.
+      absent: the peers that will not come if that stays so, and since when.
     """
 
     def __init__(
@@ -112,7 +94,7 @@ class WatchedBlock:
         self.blocking, self.interrupt, self.goes_on, self._explain = blocking, interrupt, goes_on, explain
         self.thread, self.since, self.asked = 0, 0.0, 0.0
         self.error: errors.DistgradError | None = None
-        self.absent: dict[int, tuple[Absence, float]] = {}
+        self.absent: dict[int, float] = {}
 
     def __enter__(self) -> "WatchedBlock":
         if self.has_others:
@@ -168,13 +150,11 @@ class Location:
       there: whether it is in the collective that the question is about.
       closing: why it will not come, if it is shutting down, and serves no call that may still come to the collective.
       place: the line of the user's program that it is in.
-      awaits: the collectives, and meetings by calls, in which it waits for the worker that asks.
     """
 
     there: bool
     closing: str
     place: str
-    awaits: frozenset[CollectiveEntry]
 
 
 class Watchdog(WorkerPart):
@@ -205,14 +185,6 @@ class Watchdog(WorkerPart):
     def end(self, block: WatchedBlock) -> None:
         self.all.pop(id(block), None)
 
-    def watched(self) -> list[WatchedBlock]:
-        return [one for one in list(self.all.values()) if not one.entry.by_calls]
-
-    def waits(self) -> list[WatchedBlock]:
-        """Return what this worker waits in; of meetings by calls those of the program itself, not of threads beside."""
-        home = self._mailbox.home
-        return [one for one in list(self.all.values()) if not one.entry.by_calls or one.thread == home]
-
     def awaited(self) -> set[int]:
         return set().union(*(one.peers for one in list(self.all.values())))
 
@@ -235,8 +207,8 @@ class Watchdog(WorkerPart):
                 one.interrupt()
 
     def tick(self, now: float) -> None:
-        for one in self.watched():
-            if now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
+        for one in list(self.all.values()):
+            if not one.entry.by_calls and now - max(one.since, one.asked) >= ASK_SECONDS and one.error is None:
                 one.asked = now
                 self._mailbox.run(functools.partial(self._ask, one))
 
@@ -246,54 +218,27 @@ class Watchdog(WorkerPart):
             if absence is None:
                 one.absent.pop(peer, None)
                 continue
-            known, now = one.absent.get(peer), time.monotonic()
-            if known is None or known[0][2:] != absence[2:]:
-                one.absent[peer] = absence, now
-            elif now - known[1] >= absence.seconds and one.error is None and id(one) in self.all:
-                self.give_up_crossed(one, peer, absence.why)
+            (why, seconds), now = absence, time.monotonic()
+            since = one.absent.setdefault(peer, now)
+            if now - since >= seconds and one.error is None and id(one) in self.all:
+                self._give_up(one, peer, why)
 
-    def _absence(self, one: WatchedBlock, peer: int, found: Location) -> Absence | None:
-        """Return why a worker that is elsewhere will not come, or None if it still may.
+    def _absence(self, one: WatchedBlock, peer: int, found: Location) -> tuple[str, float] | None:
+        """Return why a worker will not come, if that stays so for some seconds, and the seconds; None if it may come.
 
         A worker that has passed on much data may leave a blocking collective long before the others do. A worker that
-        is in ``shutdown`` itself takes part because it was called: the other may be called later. To a meeting by calls
-        the program may come as long as it is elsewhere than in this package.
+        is in ``shutdown`` itself takes part because it was called: the other may be called later.
         """
         info = self._mailbox.directory.workers[peer]
         if one.blocking:
-            why = f"{info} entered this collective and is elsewhere now, at {found.place}"
-            return Absence(why, settings.silence_seconds)
+            return f"{info} entered this collective and is elsewhere now, at {found.place}", settings.silence_seconds
         if found.closing and not self.closing.wanted:
-            return Absence(f"{info} will not come, it {found.closing}", ASK_SECONDS)
-        home = self._mailbox.home
-        comes_to_none = calls_package(home) and not self.closing.wanted
-        elsewhere = {one for one in found.awaits if not self.has_sent(one)} - {each.entry for each in self.waits()}
-        awaits = frozenset(each for each in elsewhere if comes_to_none or not each.by_calls)
-        if not awaits:
-            return None
-        why = self.waits_elsewhere(peer, awaits, found.place)
-        return Absence(why, CROSSED_SECONDS, awaits, (found.place, where(home)))
+            return f"{info} will not come, it {found.closing}", ASK_SECONDS
+        return None
 
     def has_sent(self, entry: CollectiveEntry) -> bool:
         """Return whether this worker has sent its word, or the letter, that an entry is about: it need not stay."""
         return self._sent.get(entry.group, -1) > entry.turn
-
-    def waits_elsewhere(self, peer: int, awaited: Collection[CollectiveEntry], place: str) -> str:
-        return (
-            f"{self._mailbox.directory.workers[peer]} will not come, it waits for this worker elsewhere "
-            f"({' and '.join(sorted(each.what for each in awaited))}), at {place}. Every rank must use its "
-            "DataParallels and collectives in one order, and save and restore between the same of them."
-        )
-
-    def give_up_crossed(self, one: WatchedBlock, peer: int, why: str) -> None:
-        """End a collective, and tell each peer that waits in vain for this worker, which soon is somewhere else."""
-        place = where(self._mailbox.home)
-        with within(None):
-            for other, (absence, _) in one.absent.items():
-                if absence.awaits:
-                    args = self._mailbox.rank, one.entry, absence.awaits, place
-                    self._caller.rpc_async(other, deadlocked, args, {}, ANSWER_SECONDS)
-        self._give_up(one, peer, why)
 
     def ask(self, peers: Collection[int], entry: CollectiveEntry) -> dict[int, Location]:
         with within(None):
@@ -310,25 +255,14 @@ class Watchdog(WorkerPart):
 
 def location(asker: int, entry: CollectiveEntry) -> Location:
     dog, worker = current_part(Watchdog), current_mailbox()
-    shared = [one for one in dog.waits() if asker in one.peers]
-    awaits = frozenset(one.entry for one in shared if not one.blocking)
-    there = dog.has_sent(entry) or any(one.entry == entry for one in shared)
-    running = [one.function for one in list(worker.running.values()) if one.thread]
-    serves_users = any(one is not location and one is not deadlocked for one in running)
+    there = dog.has_sent(entry) or any(one.entry == entry for one in list(dog.all.values()) if asker in one.peers)
+    serves_users = any(one.thread and one.function is not location for one in list(worker.running.values()))
     if dog.closing.only_serves:
         place, closing = "jdistgrad.local_workers(), without a program", ONLY_SERVES
     else:
         place = where(worker.home)
         closing = f"is in jdistgrad.shutdown(), at {place}. {FEWER_STEPS}"
-    return Location(there, closing if dog.closing.wanted and not serves_users else "", place, awaits)
-
-
-def deadlocked(peer: int, entry: CollectiveEntry, mine: Collection[CollectiveEntry], place: str) -> None:
-    """End this worker's collectives that a peer, which waits elsewhere, will never join."""
-    dog = current_part(Watchdog)
-    for one in dog.watched():
-        if one.entry in mine and one.error is None:
-            dog.give_up_crossed(one, peer, dog.waits_elsewhere(peer, [entry], place))
+    return Location(there, closing if dog.closing.wanted and not serves_users else "", place)
 
 
 # The lines of the user's program that threads are in: neither this package nor installed code.
@@ -343,16 +277,6 @@ def where(thread: int) -> str:
     if found is None:
         return "its end"
     return f"{pathlib.Path(found.f_code.co_filename).name}:{found.f_lineno}, in {found.f_code.co_qualname}"
-
-
-def calls_package(thread: int) -> bool:
-    """Return whether a thread is in a call of this package that the user's program has made, and not in other code."""
-    frame = frames().get(thread)
-    while frame is not None and _is_installed(frame):
-        if frame.f_code.co_filename.startswith(PACKAGE):
-            return True
-        frame = frame.f_back
-    return False
 
 
 def _is_installed(frame: FrameType) -> bool:

@@ -13,7 +13,6 @@ import numpy as np
 import jdistgrad as jd
 from faults.outcomes import Outcome
 from faults.program import judged
-from jdistgrad.rpc import watchdog
 
 Tree = dict[str, Any]
 
@@ -132,16 +131,15 @@ SETTINGS = (
 def play(chance: random.Random, count: int) -> Iterator[Outcome]:
     """Average a tree that is another one on one rank, by ``average``, ``jax.jit``, a step, or under other settings."""
     me, dp = jd.init(timeout=30), None
-    watchdog.ASK_SECONDS = watchdog.CROSSED_SECONDS = 0.5
     for _ in range(count):
         if dp is None:
-            dp = jd.DataParallel(timeout=30)
+            dp = jd.DataParallel(timeout=SECONDS)
             known = jax.jit(dp.average)
             jax.block_until_ready(known(base()))
         victim, how = chance.randrange(jd.world_size()), chance.choices(HOW, (5, 5, 1, 3, 3))[0]
         if how == "settings":
             setting = chance.choice(SETTINGS)
-            average = jd.DataParallel(timeout=30, **(setting if me.rank == victim else {})).average
+            average = jd.DataParallel(timeout=SECONDS, **(setting if me.rank == victim else {})).average
             fault, mine, harmless = f"settings {setting} on rank {victim}", base(), False
         else:
             mutation = chance.choice(TREES)
@@ -168,8 +166,9 @@ def gradients_of(step: Callable[[Tree], Any], tree: Tree) -> Tree:
 
 
 # Where one rank knows the compiled program of a tree and another does not, the two wait in different meetings. Then
-# both are told, and must make a new DataParallel.
-CROSSED = "will not come, it waits for this worker elsewhere"
+# both raise this after their timeout, and must make a new DataParallel.
+CROSSED = "MissingRanksError"
+SECONDS = 5.0
 
 
 def problem_of(average: Callable[[Tree], Tree], mine: Tree, *, harmless: bool) -> tuple[str, bool]:

@@ -6,13 +6,11 @@ import threading
 import time
 import traceback
 
-import jax.numpy as jnp
 import pytest
 
 import jdistgrad as jd
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.waits import waits_of
-from jdistgrad.rpc.watchdog import calls_package
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import desk as desks
 from jdistgrad.saving.desk import Desk
@@ -86,47 +84,6 @@ def test_what_a_worker_waits_for_names_the_meeting():
         jd.shutdown()
 
     jd.spawn(main, 3)
-
-
-def test_who_waits_for_one_that_is_in_a_meeting_is_told_long_before_the_timeout():
-    """As where rank 1 saves alone, or has more batches than another that answers its steps in a join block."""
-    told = r"worker1 \(rank 1\) will not come, it waits for this worker elsewhere \(a meeting\), at .*save and restore"
-
-    def main():
-        me = jd.init()
-        dp = jd.DataParallel(timeout=300)
-        x = dp.average(jnp.ones(3))
-        if me.rank == 1:
-            meet("a meeting")
-        else:
-            with pytest.raises(jd.WorkerLostError, match=told):
-                dp.average(x)
-        jd.shutdown()
-
-    jd.spawn(main, 3)
-
-
-def test_a_program_in_code_of_its_own_may_still_come_to_a_meeting():
-    """Its threads may take steps beside it."""
-    inside, outside, end = threading.Event(), threading.Event(), threading.Event()
-
-    def waits_inside():
-        inside.set()
-        poll(end.is_set, 60)
-
-    def waits_outside():
-        outside.set()
-        end.wait(60)
-
-    threads = [threading.Thread(target=each) for each in (waits_inside, waits_outside)]
-    for one in threads:
-        one.start()
-    assert inside.wait(60)
-    assert outside.wait(60)
-    assert poll(lambda: [calls_package(one.ident) for one in threads] == [True, False], 60)
-    end.set()
-    for one in threads:
-        one.join()
 
 
 def come_to_a_meeting():
