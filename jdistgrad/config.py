@@ -19,15 +19,15 @@ class Settings:
       heartbeat_seconds: how often a silent worker that another waits for is asked for a sign of life.
       silence_seconds: how long a worker may be silent before it is given up.
       same_script: whether all processes must have been started with the same script.
-      devices: whether ``init`` starts ``jax.distributed`` where it is not told.
+      devices: whether ``init`` starts ``jax.distributed`` by default.
       in_flight_bytes: how many bytes of arguments may be in calls that are not answered, before a program's next call
         waits.
-      survive: whether ``init`` lets the others go on without a worker that is lost, where it is not told.
+      survive: whether ``init`` lets the others go on without a lost worker by default.
       host: the name or address by which other nodes find this process, where that is not the node's own name.
       debug: whether processes show ``jdistgrad stacks`` what they wait for.
-      debug_dir: the folder for what they write; "" for one in the system's temporary folder.
-      collectives: the collectives that ``DataParallel`` and the like use where they are not told: "mpi",
-        "mpi-on-device", "devices", or "" to choose by what the job has.
+      debug_dir: the folder for these files; "" for one in the system's temporary folder.
+      collectives: the default collectives of ``DataParallel`` and the like: "mpi", "mpi-on-device", "devices", or ""
+        to choose by what the job has.
     """
 
     heartbeat_seconds: float = 5.0

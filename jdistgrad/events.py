@@ -1,8 +1,7 @@
 """Events of all layers: calls, their serving, pullbacks, compiled pieces, buckets. For the timeline and debugging.
 
-Without a listener an event costs one comparison: ``if events.sink is not None: events.tell(...)``. Of calls, which are
-many, the sink is told only a function and the facts of which it makes the event: ``made`` does so, for those that want
-it.
+Without a listener an event costs one comparison: ``if events.sink is not None: events.tell(...)``. For calls, which are
+many, the sink gets a function and its arguments, of which ``made`` makes the event.
 """
 
 import time
@@ -46,7 +45,7 @@ def pass_on(told: Told) -> None:
 
 
 def made(told: Told) -> Event:
-    """Return the event that a listener was told of."""
+    """Return the event that a listener got."""
     if isinstance(told, Event):
         return told
     make, *facts = told

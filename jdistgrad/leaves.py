@@ -1,7 +1,7 @@
 """The description of a leaf of a tree, the only one there need be: shape, dtype, weak type, and kind of random key.
 
-A leaf goes as *plain* data where only bytes go: over a wire, to files, through MPI and XLA's callbacks. What its plain
-data do not tell, the ``LeafSpec`` does: which numbers JAX treats like Python's, and by which algorithm keys draw.
+A leaf travels as *plain* data over a wire, to files, through MPI and XLA's callbacks. The ``LeafSpec`` has the rest:
+whether the dtype is weak, and the implementation of random keys.
 """
 
 import dataclasses

@@ -1,6 +1,4 @@
-"""Threads: an unbounded pool of reusable daemon threads, which serve calls; how threads are stopped; where they are.
-
-And the cores for them, and functions that C calls on the main thread, which Python must not interrupt.
+"""Threads: an unbounded pool of daemon threads, which serve calls; stopping threads; functions that C calls.
 
 A call may wait for another that waits for a third that needs this worker: any fixed number of threads can deadlock.
 ``concurrent.futures.ThreadPoolExecutor`` bounds its threads, and joins them when the interpreter ends. Where the system
@@ -127,9 +125,8 @@ _called_by_c = set[CodeType]()
 def called_by_c(function: F) -> F:
     """Let a function that C calls begin without a look for signals, where that is known to work; return the function.
 
-    There a handler would run outside of any ``try``, and nothing takes its exception: ctypes goes on with whatever lies
-    where the result should. Our own handlers wait until the function has returned, but a notebook, for each cell,
-    installs one that does not.
+    A handler would run outside of any ``try``, and ctypes ignores its exception and returns an undefined result. Our
+    own handlers wait until the function has returned, but a notebook installs one for each cell that does not.
     """
     assert isinstance(function, FunctionType)
     if sys.version_info[:2] in VERSIONS:
@@ -180,7 +177,7 @@ class ThreadPool:
         self._start(patience=None)  # stays: tasks for which no thread can be started do not wait for ever
 
     def run(self, task: Callable[[], Any]) -> None:
-        """Run a task on a thread of the pool. Raises nothing: who hands over a task cannot do without it."""
+        """Run a task on a thread of the pool. Never raises: if no thread can be started, the task is queued."""
         with self._lock:
             self._free -= 1
             self._start_missing()

@@ -1,8 +1,8 @@
-"""Functions and classes that a name does not lead back to: sent by value, with cloudpickle.
+"""Functions and classes that cannot be imported by name: sent by value, with cloudpickle.
 
-Those of the program itself (``__main__``) may differ from worker to worker. They travel by name and a checksum of their
-code. A receiver that has no such function asks the sender, who sends the function by value from then on. What comes by
-the same bytes is the same object in all calls, so what JAX compiled for it is found again.
+Functions of the program itself (``__main__``) may differ from worker to worker. They travel by name and a checksum of
+their code. A receiver that has no such function asks the sender, which sends the function by value from then on. The
+same bytes become the same object in all calls, so JAX finds what it compiled for the function.
 """
 
 import collections
@@ -36,7 +36,7 @@ T = TypeVar("T")
 WITH_RULES: Any = jax.custom_vjp | jax.custom_jvp
 CODE = types.FunctionType, type, JITTED, jax.custom_vjp, jax.custom_jvp
 KEPT = 256  # functions that came by value: some KiB each, and what they hold
-LARGEST = 1 << 20  # bytes: a function that closes over more is sent and made anew in each call
+LARGEST = 1 << 20  # bytes: a function that closes over more is pickled and rebuilt in each call
 
 Path = tuple[str, str]  # module and qualified name
 
@@ -44,8 +44,8 @@ Path = tuple[str, str]  # module and qualified name
 class Cached(Generic[T]):
     """A value that is sent often and never changes, encoded once and decoded once.
 
-    It is made of the package's own classes, numbers and strings, without functions or objects of users: these may
-    change, or be defined anew under the same name.
+    The value has the package's own classes, numbers and strings, but no functions or objects of users: these may
+    change, or be redefined under the same name.
     """
 
     def __init__(self, value: T):
@@ -73,10 +73,10 @@ _sent: "weakref.WeakKeyDictionary[Any, tuple[Any, bytes | None]]" = weakref.Weak
 
 
 class ObjectPickler(cloudpickle.Pickler):
-    """Pickles values; functions and classes by name if the name leads back to them, else from what they are made of.
+    """Pickles values; functions and classes by name if the name leads back to them, else by value.
 
     Attributes:
-      root: a function or class to pickle from what it is made of, although it has a name.
+      root: a function or class to pickle by value, although it has a name.
     """
 
     root: Any = None

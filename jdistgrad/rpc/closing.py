@@ -1,8 +1,8 @@
 """The shutdown of a world, seen from one worker: serve until all workers want to close and nothing is under way.
 
-The worker of the lowest rank conducts. In a world that survives, another may have to go on in its place, even while it
-tells the others to close. So there each worker passes the word on to all, and leaves when it has heard it from all: a
-worker that is told to close is never alone with that, and nobody takes the exit of another for its death.
+The worker of the lowest rank conducts. In a world that survives, another may have to take its place, even while it
+sends CLOSE. So there each worker forwards CLOSE to all, and leaves when it has received CLOSE from all: no worker takes
+the exit of another for its death.
 
 Termination is detected by Mattern's four counters (1987), in ``Survey``, which has neither clock nor I/O. A survey asks
 every worker how much work it has sent and received, whether it is busy, and whether it wants to close. A world is quiet
@@ -112,10 +112,9 @@ def describe(workers: Sequence[Any], reports: Mapping[int, SurveyReport], lost: 
 
 
 class Patience:
-    """The times at which a wait is logged: when nothing has moved for ``seconds``, then for twice as long, and so on.
+    """The times at which a wait is logged: after ``seconds`` without a message, then after twice as long, and so on.
 
-    A worker that only serves is in ``shutdown`` for as long as the others need it. A program in which nothing moves for
-    a while now and then logs this a few times, not for ever.
+    A worker that only serves is in ``shutdown`` for as long as the others need it.
     """
 
     def __init__(self, seconds: float, now: float):
@@ -123,13 +122,12 @@ class Patience:
         self._before: Any = None
 
     def ends(self, reports: Mapping[int, SurveyReport], now: float) -> bool:
-        """Return whether to log these reports now. If all workers want to close, movement does not postpone that."""
+        """Return whether to log these reports now. If all workers want to close, messages do not postpone that."""
         self.next_look = now + self._seconds
         moved = {rank: (report.sent, report.received) for rank, report in reports.items()}
         if moved != self._before and not all(report.closing for report in reports.values()):
             self._still_since = now
-        self._before = moved
-        still = now - self._still_since
+        self._before, still = moved, now - self._still_since
         if still < self._enough:
             return False
         self._enough = 2 * still
@@ -140,11 +138,11 @@ class Closing(WorkerPart):
     """A worker's part in closing the world. It answers surveys from the start; ``run`` takes part in the shutdown.
 
     Arguments:
-      flush: tells others what has been dropped here.
+      flush: sends the weights that have been dropped here.
 
     Attributes:
       wanted: whether this worker is in ``shutdown``, and ``since`` when.
-      gone: after this worker was told to close: who has been told too, or has ended.
+      gone: the workers that have received CLOSE too, or have ended.
       only_serves: whether it has no program.
       gave_up: the error text of the latest ``run``, if it timed out.
     """

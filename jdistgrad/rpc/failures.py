@@ -73,7 +73,7 @@ def spelled(error: BaseException) -> str:
 
 
 def in_short(error: BaseException) -> str:
-    """Return the beginning of an exception's type and text, for a message beside one that shows all of it."""
+    """Return the first line of an exception's type and text, shortened."""
     text = spelled(error)
     line = text.split("\n", 1)[0][:SHORT]
     return line if line == text else f"{line} ..."

@@ -13,9 +13,9 @@ FOUND_BY_NAME = types.FunctionType | types.BuiltinFunctionType | type | types.Mo
 
 
 def fingerprint(value: Any) -> Any:
-    """Return what tells a value from equal ones, and from itself before a change: its type, and what it holds.
+    """Return a key that differs when an equal value has another type or content, or when the value is mutated.
 
-    Of a method it is that of its object. What is not of a user's class is told by its type alone.
+    For a method, the key of its object. For objects that are not of a user's class, the type alone.
     """
     if isinstance(value, types.MethodType):
         return fingerprint(value.__self__)
@@ -25,19 +25,19 @@ def fingerprint(value: Any) -> Any:
     content = Content()
     try:
         content.dump(value)
-    except Exception:  # whatever the reason: what it holds cannot be compared, and may have changed
+    except Exception:  # the content cannot be compared, and may have changed
         return kind, object()
     return kind, content.digest.digest(), tuple(content.functions.values())
 
 
 def equals_only_alike(value: Any) -> bool:
-    """Return whether what equals a value is like it: users' classes may leave out of comparisons what matters here."""
+    """Return whether equal values are interchangeable: the ``__eq__`` of users' classes may ignore attributes."""
     kind: Any = type(value)
     return kind.__eq__ is object.__eq__ or kind.__module__.partition(".")[0] in ALIKE
 
 
 class Content(pickle.Pickler):
-    """A digest of a value's pickle: what is compared is kept for long, and values may be large.
+    """A digest of a value's pickle: keys are kept for long, and values may be large.
 
     Attributes:
       functions: the functions and classes in the value, by id. A pickle has their names only, which others may take.

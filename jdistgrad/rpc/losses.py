@@ -1,9 +1,9 @@
 """The loss of a worker in a world that survives. Other worlds do not load this module.
 
-Calls and collectives that wait for the lost worker fail by themselves (``WorkerPart.on_lost``). Here values that it was
-creating fail, the contexts that it opened are closed, and the contexts that it took part in fail. The survivors notify
-each other, so that all lose the same workers. The weight of references that the lost worker held is gone: their owners
-keep those values until the world is shut down.
+Other parts fail the calls and collectives that wait for the lost worker (``WorkerPart.on_lost``). This part fails the
+values that the worker was creating and the contexts that it took part in, closes the contexts that it opened, and
+notifies the other survivors, so that all lose the same workers. The weight of references that the lost worker held is
+gone: their owners keep those values until the world is shut down.
 
 A context may have reached this worker through the lost one alone, which would have announced its end. So from then on
 the opener announces the end of a context to all workers, and a LOST message has the contexts that its sender closed.

@@ -1,10 +1,9 @@
-"""The values that a worker owns for references held anywhere, and the weights by which it knows that none is left.
+"""The values that a worker owns for references, and reference weights, which count the references held anywhere.
 
-Weights are exact dyadic fractions, so that each can be split. The owner's value is free when all weight has returned:
-there are no acknowledgements, no tree of copies and no races (Bevan 1987; Watson and Watson 1987). The classic
-weakness, a weight of one that cannot be halved, is solved by finer units instead of a message: ``units / 2**scale``,
-and 32 more bits whenever the last unit is split. The coarsest units are given away first: else the weight of a
-reference that goes to and fro would get 32 bits longer each time.
+Weights are exact dyadic fractions, so that each can be split. The owner frees the value when all weight has returned:
+there are no acknowledgements, no tree of copies and no races (Bevan 1987; Watson and Watson 1987). A weight of one unit
+is split into finer units: ``units / 2**scale``, with 32 more bits. The coarsest units are given away first: else the
+weight of a reference that goes to and fro would get 32 bits longer each time.
 """
 
 import collections
@@ -151,13 +150,10 @@ class OwnerTable:
         entry = self.entries.setdefault(identifier, Owned())
         entry.announced = entry.announced or announced
         entry.outstanding = entry.outstanding - weight
-        self._drop_if_free(identifier, entry)
-        return entry
-
-    def _drop_if_free(self, identifier: int, entry: Owned) -> None:
         if entry.announced and not entry.outstanding:
             del self.entries[identifier]
             entry.freed = True
             self._freed[identifier] = None
             if len(self._freed) > REMEMBERED:
                 self._freed.popitem(last=False)
+        return entry

@@ -4,8 +4,8 @@ MPI or the operating system notices a dead process, but neither notices a hung p
 answer asks its peer now and then for a sign of life. The peer's primary thread replies, or a thread that waits there:
 never the thread that is busy with users' code.
 
-A process that itself stands still (Ctrl-Z, a suspended machine, a thread that keeps the GIL) hears nothing either: that
-time does not count as silence of its peers.
+While this process is stopped itself (Ctrl-Z, a suspended machine, a thread that keeps the GIL), it receives nothing
+either: that time does not count as silence of its peers.
 """
 
 import functools
@@ -65,7 +65,7 @@ class Peers(WorkerPart):
     Attributes:
       lost: the ranks that have been given up, each with the name and the reason; ``reasons``: the reason alone.
       silent: the ranks that were given up because they gave no sign of life, and may still be there.
-      left: whether this worker has begun to tell the others that it leaves.
+      left: whether this worker has begun to send LEAVE.
     """
 
     def __init__(self, mailbox: Mailbox):
@@ -74,8 +74,8 @@ class Peers(WorkerPart):
         self.lost: dict[int, str] = {}
         self.reasons: dict[int, str] = {}
         self._callbacks: list[Callback] = []
-        self._told: dict[int, int] = {}  # how many of them, of each lost worker
-        self._telling = threading.Lock()
+        self._called: dict[int, int] = {}  # how many of them, by lost worker
+        self._calling = threading.Lock()
         self.silent: set[int] = set()
         self.left = False
 
@@ -117,12 +117,12 @@ class Peers(WorkerPart):
         self.call_on_lost()
 
     def call_on_lost(self, *more: Callback) -> None:
-        """Add callbacks; run all for the lost workers that they have not been told of, on other threads."""
-        with self._telling:
+        """Add callbacks; run each, on other threads, for the lost workers for which it has not run."""
+        with self._calling:
             self._callbacks += more
             lost = list(self.lost)
-            new = [(peer, one) for peer in lost for one in self._callbacks[self._told.get(peer, 0) :]]
-            self._told = dict.fromkeys(lost, len(self._callbacks))
+            new = [(peer, one) for peer in lost for one in self._callbacks[self._called.get(peer, 0) :]]
+            self._called = dict.fromkeys(lost, len(self._callbacks))
         for peer, callback in new:
             self._mailbox.run_callbacks(ON_LOST, callback, peer, functools.partial(self._run, callback, peer))
 

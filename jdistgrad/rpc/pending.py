@@ -103,7 +103,7 @@ class PendingCalls:
         return self._remove(lambda call: peer is None or call.peer.rank == peer)
 
     def now(self) -> list[Pending]:
-        """Return all calls, without the lock: a thread that stands still may hold it."""
+        """Return all calls, without the lock: a thread that hangs may hold it."""
         return list(self._by_id.values())
 
     def peers(self) -> set[int]:
@@ -126,15 +126,14 @@ class PendingCalls:
             self._leaving = None
 
 
-# Events. What goes to the listeners is put together only when they want to see it. It never refers to the function,
-# whose object may hold references or arrays.
+# Events. They never refer to the function, whose object may hold references or arrays.
 
 
 def call_ended(call: Pending, *, failed: bool) -> None:
     """Report a call on its caller, from its sending to its answer."""
     if events.sink is not None:
-        told = call.id, facts_of(call.function), call.caller, call.peer, call.since, time.monotonic(), failed
-        events.pass_on((_event, *told))
+        now = time.monotonic()
+        events.pass_on((_event, call.id, facts_of(call.function), call.caller, call.peer, call.since, now, failed))
 
 
 def call_served(identifier: int | None, function: Any, worker: WorkerInfo, since: float, *, failed: bool) -> None:
@@ -153,8 +152,8 @@ def facts_of(function: Any) -> tuple[str, str, int | None]:
     return events.SERVE, describe(function), None
 
 
-def _event(*told: Any) -> Event:
-    identifier, (kind, name, message), worker, to, since, end, failed = told
+def _event(*facts: Any) -> Event:
+    identifier, (kind, name, message), worker, to, since, end, failed = facts
     details: dict[str, Any] = {} if identifier is None else {"call": spell(identifier)}
     if to is not None:
         kind, details["to"] = events.CALL, to.name
