@@ -24,7 +24,7 @@ FROM_TYPING = "Any", "TYPE_CHECKING"
 
 
 def _offered() -> dict[str, Any]:
-    """Return the public names, with their values or, of those that are imported on demand, their modules' names."""
+    """Return the public names, with their values, or the names of their modules if these are imported on demand."""
     exports = vars(importlib.import_module(f"{__name__}.exports"))
     found = {name: value for name, value in exports.items() if name[0].isalpha() and name not in FROM_TYPING}
     return found | exports["_on_demand"]

@@ -104,7 +104,7 @@ def static_arguments(function: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
 
 
 def trace_context() -> Any:
-    """Return the options of JAX by which the caches of ``jax.jit`` tell traces apart. It has no public name."""
+    """Return the options of JAX by which the caches of ``jax.jit`` distinguish traces. It has no public name."""
     return config.trace_context()
 
 
@@ -114,7 +114,7 @@ def abstract_token() -> Any:
 
 
 def forget_failed_effects() -> None:
-    """Let this thread's next programs with ordered effects begin anew if an earlier one failed.
+    """Let this thread's next programs with ordered effects start over if an earlier one failed.
 
     JAX keeps the token of the last such program. If that program failed on one of XLA's threads, JAX raises its error
     in every later program of this thread, and offers no way to clear the error.

@@ -38,16 +38,16 @@ def tell(kind: str, rank: int, worker: str, name: str, start: float, arrays: Any
     pass_on(Event(kind, rank, worker, name, start, time.monotonic(), details, arrays))
 
 
-def pass_on(told: Told) -> None:
+def pass_on(event: Told) -> None:
     listener = sink  # another thread may set it to None after the check
     if listener is not None:
-        listener(told)
+        listener(event)
 
 
-def made(told: Told) -> Event:
+def made(event: Told) -> Event:
     """Return the event that a listener got."""
-    if isinstance(told, Event):
-        return told
-    make, *facts = told
-    event: Event = make(*facts)
-    return event
+    if isinstance(event, Event):
+        return event
+    make, *facts = event
+    found: Event = make(*facts)
+    return found

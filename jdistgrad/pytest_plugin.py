@@ -90,8 +90,7 @@ class World:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    told = "seconds after which a test that uses a world ends the run; 0: never"
-    parser.addini("world_time_limit", told, default="60")
+    parser.addini("world_time_limit", "seconds after which a test with a world ends the run; 0: never", default="60")
 
 
 @pytest.hookimpl(wrapper=True)

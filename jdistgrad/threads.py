@@ -39,7 +39,7 @@ log = logging.getLogger("jdistgrad.threads")
 
 
 def usable_cores() -> set[int]:
-    """Return the cores that this process may use; all of them where the system does not tell, as that of a Mac."""
+    """Return the cores that this process may use; all cores on systems without affinities, such as macOS."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
 
 

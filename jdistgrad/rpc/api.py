@@ -198,7 +198,7 @@ def map(
       workers: the workers that take part; defaults to all others that are not lost, or to this worker if it is alone.
       in_order: whether results come in the order of the items, or else in the order in which they are ready.
       return_exceptions: whether an exception stands in the place of its result, or else ends the iteration.
-      progress: whether to show a progress bar, or the text beside it.
+      progress: whether to show a progress bar, or the bar's text.
       timeout: seconds for each call, as in ``rpc_sync``.
 
     Returns:

@@ -1,7 +1,7 @@
 """The claims of one worker: the weight it holds of each reference, however many RRef objects stand for it.
 
 Copying a reference gives a part of its weight away and sends no message; dropping a reference returns its weight. In
-messages, the weight that references give away travels beside the pickle stream.
+messages, this weight travels next to the pickle stream (``Parcel.attached``).
 """
 
 import collections

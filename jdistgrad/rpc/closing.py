@@ -88,7 +88,7 @@ def _counts(reports: Mapping[int, SurveyReport]) -> dict[int, SurveyReport]:
 
 
 def describe(workers: Sequence[Any], reports: Mapping[int, SurveyReport], lost: Collection[int] = ()) -> str:
-    """Describe which workers that are not lost keep a world open, and by what, as far as their reports tell."""
+    """Describe which workers that are not lost keep a world open, and by what, from their reports."""
     callers = {caller for report in reports.values() for _, caller, _ in report.serving}
     found = []
     for worker in workers:
@@ -303,7 +303,7 @@ class Closing(WorkerPart):
         try:
             self._flush()
         except errors.WireError as error:  # who conducts the end waits for this report
-            log.error("%s: what was dropped before the end was not told: %s", self._mailbox.info, error)
+            log.error("%s: weights dropped before the end were not sent: %s", self._mailbox.info, error)
         mailbox, lost, now = self._mailbox, tuple(sorted(self._peers.lost)), time.monotonic()
         sent, received, serving = mailbox.work.counts(lost)
         busy = bool(serving or any(part.busy for part in mailbox.parts))

@@ -37,7 +37,7 @@ _of_process: Resident = None
 _key_of_process: int | None = None
 _left_behind: str | None = None  # in a forked process: the error text that says so, with the remedy
 
-# Part of JAX's trace key: a function traced on one worker is traced anew on another worker of the same process. JAX
+# Part of JAX's trace key: a function traced on one worker is traced again on another worker of the same process. JAX
 # compares the value at every dispatch, so it is a small number for each worker among workers of these names, not the
 # worker itself: a world uses what the one before it has compiled. Worlds that are open at the same time have different
 # numbers. Threads that are not bound have that of the process: None in no world, and in worlds like the first one, as

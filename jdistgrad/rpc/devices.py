@@ -83,9 +83,9 @@ def share_memory(card: str, cards: Sequence[str]) -> None:
 
 
 def cuda_uuid(number: int) -> str:
-    """Return the id of a GPU of this process, or "" where CUDA's driver does not tell.
+    """Return the id of a GPU of this process, or "" if CUDA's driver does not have the id.
 
-    Positions in CUDA_VISIBLE_DEVICES do not tell GPUs apart: each process may see its own as the only one, number 0.
+    Positions in CUDA_VISIBLE_DEVICES do not identify GPUs: each process may see its own as the only one, number 0.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1")

@@ -132,8 +132,8 @@ def agree(hellos: Sequence[Hello]) -> Directory:
 
 def check_facts(facts: Sequence[Mapping[str, str]]) -> None:
     """Raise WorldError if ranks differ in a fact. A rank that does not state a fact is not compared in it."""
-    for what in dict.fromkeys(what for told in facts for what in told):
-        values = {rank: told[what] for rank, told in enumerate(facts) if what in told}
+    for what in dict.fromkeys(what for one in facts for what in one):
+        values = {rank: one[what] for rank, one in enumerate(facts) if what in one}
         first, expected = next(iter(values.items()))
         for rank, value in values.items():
             if value != expected:

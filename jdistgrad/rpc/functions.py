@@ -1,4 +1,4 @@
-"""The functions that may be called: what describes one, and those that both sides registered under a name."""
+"""Functions in calls: their names for messages, and functions that both sides registered under a name."""
 
 import contextlib
 import operator

@@ -19,8 +19,8 @@ U = TypeVar("U")
 Outcome = tuple[Any, BaseException | None]  # the result of a call, or else its error
 
 IS_ASYNC = (
-    "is an async function, whose coroutine nobody would await on the worker that is called. Call a function that runs "
-    "it: asyncio.run(...)."
+    "is an async function, whose coroutine would not be awaited on the called worker. Call a function that runs it: "
+    "asyncio.run(...)."
 )
 
 

@@ -1,7 +1,7 @@
 """The start of jax.distributed by the ranks of an MPI job, so that XLA's collectives span the ranks' devices.
 
 JAX's own detection of MPI jobs takes a port from a hash of the host's name, and never asks whether that port is free.
-Here rank 0 binds a port, and tells the others over MPI.
+Here rank 0 binds a port, and sends its number over MPI.
 
 By which name or address the others reach rank 0 is found by trial. A node's own name may be unknown to other nodes (in
 pods of Kubernetes, for example), or known to the node itself as a loopback address. jax.distributed ends a process that
@@ -60,7 +60,7 @@ class Port:
     """A port that this process holds until ``close``; meanwhile it may be bound here once more.
 
     Attributes:
-      trial: another port of this process, at which those who reach it read what nobody else knows.
+      trial: another port of this process, at which clients read a secret.
     """
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def offer(port: Port | None) -> Offer:
 
 
 def addresses() -> list[str]:
-    """Return the IPv4 addresses of this machine's network interfaces but the loopback, where the system tells."""
+    """Return the IPv4 addresses of this machine's network interfaces but the loopback, on Linux."""
     found = list[str]()
     if sys.platform != "linux":
         return found

@@ -1,8 +1,8 @@
 """Leaving a world: with all others, alone, or by the end of the process.
 
 A rank of a job that fails ends the job, so that no other rank waits for it for ever. In a world that survives, a rank
-that fails tells the others and then dies by a signal: mpirun takes that for a loss and goes on, whereas it ends the job
-before its time when a rank exits with a status other than 0.
+that fails notifies the others and then dies by a signal: mpirun takes that for a loss and goes on, whereas it ends the
+job when a rank exits with a status other than 0.
 """
 
 import atexit
@@ -37,7 +37,7 @@ log = logging.getLogger("jdistgrad.rpc")
 
 _collecting = threading.Lock()  # one worker of this process at a time
 
-TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI tells them of the death
+TOLD_SECONDS = 2.0  # for the others to receive the reason, before MPI reports the death
 KILLED_SECONDS = 5.0  # for MPI to learn that a rank was killed
 
 _latest: "Worker | None" = None
@@ -50,9 +50,9 @@ def shutdown(*, graceful: bool = True, timeout: float | None = None) -> list[str
 
     Every worker of the world must call ``shutdown``. A graceful shutdown goes on serving until all workers have called
     it, no call is in flight anywhere, however deep, and no callback of a call runs; then all return together. If that
-    takes long, warnings of the logger ``jdistgrad.rpc`` tell which workers and calls it waits for. A shutdown that is
-    not graceful leaves now, and calls in flight fail: here with WorldClosedError, and with WorkerLostError on workers
-    that wait for this one.
+    takes long, warnings of the logger ``jdistgrad.rpc`` name the workers and calls that it waits for. A shutdown
+    that is not graceful leaves now, and calls in flight fail: here with WorldClosedError, and with WorkerLostError on
+    workers that wait for this one.
 
     Called while an exception is being handled, as in ``try: ... finally: jd.shutdown()``, it prints the traceback and
     leaves without waiting: the other workers may wait for calls that this worker did not make.
@@ -116,7 +116,7 @@ def _failure(worker: "Worker") -> BaseException | None:
 
 
 def _end(worker: "Worker", *, graceful: bool) -> list[str]:
-    """Close a worker when the others have been told. Return a text for each entry that its tables still held."""
+    """Close a worker when the others have been notified. Return a text for each entry that its tables still held."""
     references, scopes = worker.references, worker.scopes.identifiers()
     found = [f"{worker.info} still holds a reference to {spell(claim.id)}" for claim in [*references.claims.values()]]
     found += [f"{worker.info} still owns {spell(identifier)}" for identifier in [*references.owned.entries]]

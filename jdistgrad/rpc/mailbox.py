@@ -218,9 +218,9 @@ class Mailbox:
             with put_off_interrupt():
                 self.post(peer, message)
         except (errors.WorkerLostError, errors.WorldClosedError):
-            log.debug("%s: rank %d has gone before it could be told of %s", self.info, peer, message.kind.name)
+            log.debug("%s: rank %d had gone before %s was sent", self.info, peer, message.kind.name)
         except errors.WireError as error:
-            log.error("%s: rank %d was not told of %s: %s", self.info, peer, message.kind.name, error)
+            log.error("%s: rank %d was not sent %s: %s", self.info, peer, message.kind.name, error)
             return error
         return None
 

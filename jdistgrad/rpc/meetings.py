@@ -1,7 +1,7 @@
-"""Meetings of some workers, to each of which all bring a word; and letters from one of them to another.
+"""Meetings: all-gathers of small values among a group of workers; and letters: messages between two of them.
 
-Words and letters are messages, so they ring the receiver's bell, and whoever waits for them looks for messages itself.
-What comes is kept until this worker asks for it, which may be before it has made the group at all.
+Both are messages of the transport, so a thread that waits for them receives messages itself. They are kept until this
+worker asks for them, and may arrive before it has made the group.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ LETTERS = 1 << 62  # added to the keys of letters
 
 
 class GaveUp(NamedTuple):
-    """What a worker says that waits no longer: for which meeting, without which ranks of the group, after how long.
+    """The message of a worker that has ended its wait: for which meeting, without which ranks, after how many seconds.
 
     ``cause``: what has ended the wait before its time; "" if nothing has.
     """
@@ -43,7 +43,7 @@ class GaveUp(NamedTuple):
 
 
 class Unpicklable(NamedTuple):
-    """What comes in place of a word that cannot be pickled: why."""
+    """The placeholder of a word that cannot be pickled, with the reason."""
 
     why: str
 
@@ -89,7 +89,7 @@ class Arrivals:
         return found
 
     def end(self, word: GaveUp) -> None:
-        """Let nobody wait for a meeting from this one on."""
+        """End the waits for this meeting and later ones."""
         if self.gave_up is None or word.turn < self.gave_up.turn:
             self.gave_up = word
         for key, one in list(self.by_key.items()):
@@ -218,8 +218,8 @@ class Members:
     Attributes:
       ranks: those of the workers, in the group's order; ``rank``: this worker's place among them.
       name: the same on all of them, and of no other group.
-      by_calls: whether its meetings are of those that save together: see ``CollectiveEntry``. Such a group has a parent
-        of its own.
+      by_calls: whether its meetings are of workers that save together: see ``CollectiveEntry``. Such a group has
+        a parent of its own.
     """
 
     def __init__(self, worker: Mailbox, ranks: Sequence[int], parent: Any = None, *, by_calls: bool = False):

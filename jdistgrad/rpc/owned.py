@@ -18,7 +18,7 @@ from jdistgrad.errors import StaleReferenceError
 from jdistgrad.wire.interrupts import InterruptibleFuture
 from jdistgrad.wire.message import spell, worker_of
 
-REMEMBERED = 4096  # freed values, so that nobody waits for one of them
+REMEMBERED = 4096  # freed values, so that a fetch of one raises
 FINER = 32  # bits
 
 

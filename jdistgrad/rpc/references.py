@@ -26,8 +26,8 @@ class References:
 
     Attributes:
       owned: the values that this worker owns.
-      claims: the claims that it holds, by reference; ``drops``: the weights of those that have died and that the owners
-        have not been notified of.
+      claims: the claims that it holds, by reference; ``drops``: the weights of dead claims that have not been
+        returned to the owners yet.
     """
 
     def __init__(self, mailbox: Mailbox, caller: Caller):
@@ -137,9 +137,9 @@ class Releasing(WorkerPart):
         """Release a scope, here and on every worker that was called in it.
 
         Raises:
-          WireError: one of them, or several, could not be told.
+          WireError: some workers could not be notified.
         """
-        with put_off_interrupt():  # or a part of the workers might never be told
+        with put_off_interrupt():  # or some workers might never be notified
             scope = self._scopes.release(identifier)
             if scope is None:
                 return

@@ -48,7 +48,7 @@ class Scope:
             return content
 
     def includes(self, peer: int) -> None:
-        """Note that a call goes to this peer, which must then be told when the scope closes."""
+        """Note that a call goes to this peer, which must then be notified when the scope closes."""
         with self._lock:
             if self.closed:
                 raise closed_error(self.id)
@@ -67,7 +67,7 @@ class Scope:
             content.give_up(self.error)
 
     def close(self) -> tuple[set[int], list[Any]]:
-        """Close the scope; return the peers to tell, and the contents for the caller to close."""
+        """Close the scope; return the peers to notify, and the contents for the caller to close."""
         with self._lock:
             self.closed = True
             peers, contents = self._peers, list(self._contents.values())
@@ -101,8 +101,8 @@ class ScopeTable:
         """Return the scope with this id, made if it is new here.
 
         Arguments:
-          caller: the worker in whose call the id has come. If it is lost, nobody would tell this worker of the end of a
-            scope that is new here.
+          caller: the worker in whose call the id has come. If it is lost, this worker would not be notified of the end
+            of a scope that is new here.
 
         Raises:
           ContextError: the scope has been closed.
@@ -162,10 +162,10 @@ Wait = Callable[[Sequence[concurrent.futures.Future[Any]]], None]
 
 
 class Inbox:
-    """The pushed values that one worker has received in one scope and nobody has taken, by keys that both sides know.
+    """The pushed values that one worker has received in one scope, by keys that both sides know, until they are taken.
 
-    A pushed value needs no answer, and may come before anybody asks for it. The thread that moves messages only puts it
-    away; the thread that takes it opens it, since opening may run code of users' classes.
+    A pushed value needs no answer, and may come before it is asked for. The thread that moves messages only stores it;
+    the thread that takes it opens it, since opening may run code of users' classes.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class Inbox:
         """Remove and return the value with this key.
 
         Arguments:
-          look: delivers what has arrived and not been delivered: mostly the value is there, and nobody need wait.
+          look: delivers what has arrived and not been delivered: mostly the value is there, without a wait.
           wait: returns when a future of those it is given is done.
 
         Raises:

@@ -54,7 +54,9 @@ def start_if_asked() -> None:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.unlink(missing_ok=True)  # of an earlier process of this number
-            file = path.open("a", encoding="utf-8")  # who asks empties it; two may answer: this thread, and a signal
+            file = path.open(
+                "a", encoding="utf-8"
+            )  # each request empties it; two may answer: this thread, and a signal
         except OSError as error:
             raise errors.WorldError(
                 f"init: JDISTGRAD_DEBUG=1, but {folder} cannot be written: {error}. Choose another folder: "
@@ -70,7 +72,7 @@ def _serve(file: IO[str], asked: pathlib.Path) -> None:
     seen = 0
     while True:
         time.sleep(LOOK_SECONDS)
-        with contextlib.suppress(OSError):  # nobody has asked yet
+        with contextlib.suppress(OSError):  # no request yet
             now = asked.stat().st_mtime_ns
             if now != seen:
                 seen = now
