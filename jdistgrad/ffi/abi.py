@@ -1,7 +1,7 @@
-"""The C structures of XLA's foreign function interface that a handler written in Python needs, as ctypes.
+"""The C structures of XLA's foreign function interface that a Python handler needs, as ctypes.
 
 The definitions follow ``xla/ffi/api/c_api.h``, which every jaxlib ships. The interface only ever grows at the ends of
-its structures; a handler states the version it was written for (``VERSION``), and XLA refuses versions it cannot serve.
+its structures; a handler states its version (``VERSION``), and XLA refuses versions that it cannot serve.
 """
 
 import ctypes
@@ -49,7 +49,7 @@ _Buffer = _structure("Buffer", *_START, ("dtype", ctypes.c_int), ("data", _Point
 _Scalar = _structure("Scalar", ("dtype", ctypes.c_int), ("value", _Pointer))
 _ErrorArguments = _structure("ErrorArguments", *_START, ("message", ctypes.c_char_p), ("code", ctypes.c_int))
 _FutureArguments = _structure("FutureArguments", *_START, ("future", _Pointer), ("error", _Pointer))
-# A question about a call: for the number of the program's run, or, of 32 bits, that of the device.
+# Returns the id of the program's run (64 bits) or of the device (32 bits).
 _ContextArguments = _structure("ContextArguments", *_START, ("context", _Pointer), ("number", ctypes.c_int64))
 
 
@@ -71,7 +71,7 @@ class _Interface(ctypes.Structure):
 
 
 class CallFrame(ctypes.Structure):
-    """The call frame that XLA passes to a handler. If the handler sets ``future``, the call outlasts the handler."""
+    """The call frame that XLA passes to a handler."""
 
     _fields_ = [
         *_START,
@@ -84,8 +84,8 @@ class CallFrame(ctypes.Structure):
         ("future", _Pointer),
     ]
 
-    def answers_about_itself(self) -> bool:
-        """Answer XLA if it only asks for the handler's version; return whether it does."""
+    def is_version_query(self) -> bool:
+        """Return whether XLA only asks for the handler's version; answer if so."""
         extension = _Extension.from_address(self.extension_start) if self.extension_start else None
         if extension is None or extension.type != METADATA:
             return False
@@ -95,30 +95,30 @@ class CallFrame(ctypes.Structure):
         return True
 
     def number_and_copy(self) -> tuple[int, int]:
-        """Return the only attribute, an unsigned 64-bit integer, and what tells copies of a call in a program apart.
+        """Return the call's attribute, an unsigned 64-bit integer, and its address.
 
-        XLA copies a function wherever the program calls it. All devices that run the program have the address of the
-        attribute in common.
+        XLA inlines a function wherever the program calls it, so a program may contain copies of a call. The address
+        identifies a copy, on all devices that run the program.
         """
         address = int(_Scalar.from_address(self.attributes.values[0]).value)
         return ctypes.c_uint64.from_address(address).value, address
 
     def run_and_device(self) -> tuple[int, int]:
-        """Return the number of the program's run, which all its devices have in common, and that of the device."""
+        """Return the id of the program's run, the same on all its devices, and that of the device."""
         interface, found = _Interface.from_address(self.interface), []
-        for question in (interface.run_of, interface.device_of):
+        for query in (interface.run_of, interface.device_of):
             arguments = _ContextArguments(struct_size=ctypes.sizeof(_ContextArguments), context=self.context)
-            if _function(question)(ctypes.addressof(arguments)):
-                raise RuntimeError("XLA does not know its own run")
+            if _function(query)(ctypes.addressof(arguments)):
+                raise RuntimeError("XLA returned no id of the run or the device")
             found.append(int(arguments.number))
         return found[0], found[1]
 
     def begin(self) -> "AsyncResult":
-        """Let the handler return before the call is done. XLA keeps operands and results until the call is done."""
+        """Make the call asynchronous: the handler may return. XLA keeps operands and results until the call is done."""
         interface = _Interface.from_address(self.interface)
         arguments = _FutureArguments(struct_size=_FutureArguments.error.offset)
         if _function(interface.create_future)(ctypes.addressof(arguments)):
-            raise RuntimeError("XLA has made no future")
+            raise RuntimeError("XLA created no future")
         self.future = arguments.future
         return AsyncResult(interface, arguments.future)
 
@@ -128,7 +128,7 @@ class CallFrame(ctypes.Structure):
 
 @dataclasses.dataclass
 class AsyncResult:
-    """A call under way. Exactly one of its methods must be called, once."""
+    """An asynchronous call. Exactly one of its methods must be called, once."""
 
     interface: _Interface
     future: int
@@ -161,7 +161,7 @@ def view(address: int, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def carrier(dtype: Any) -> np.dtype:
-    """Return the dtype in which a call gets and gives arrays of a dtype: XLA packs elements of less than a byte."""
+    """Return the dtype in which a call passes arrays of a dtype: XLA packs elements of less than a byte."""
     kind = np.dtype(dtype)
     if jax.numpy.issubdtype(kind, np.integer) and jax.numpy.iinfo(kind).bits < 8:
         return np.dtype(np.int8 if jax.numpy.issubdtype(kind, np.signedinteger) else np.uint8)

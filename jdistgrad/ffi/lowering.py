@@ -22,18 +22,18 @@ from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.sites import ALONE, TARGET, Deferred, Function, Site, Together, cancel_all
 from jdistgrad.threads import frames, started
 
-STANDSTILL_SECONDS = 0.1
+BLOCKED_SECONDS = 0.1
 
 _lock = threading.Lock()
 _installed = False
 
 
 def watch_for_interrupts() -> None:
-    """Cancel calls whenever Ctrl-C was pressed and the main thread stands still. Starts once for each process.
+    """Cancel calls when Ctrl-C is pressed while the main thread is blocked. Starts a thread once per process.
 
     Python runs its signal handlers between two bytecodes of the main thread, which runs none while a compiled program
-    waits for another worker. The byte that C writes on a signal wakes a thread of our own. It ends the calls under way
-    with an error: the program fails, and Python goes on by raising KeyboardInterrupt.
+    waits for another worker. The byte that C writes on a signal (``signal.set_wakeup_fd``) wakes a thread of our own,
+    which fails the running calls: the program fails, and Python raises KeyboardInterrupt.
     """
     global _installed
     with _lock:
@@ -48,17 +48,17 @@ def watch_for_interrupts() -> None:
 
 def _watch(read: int, before: int) -> None:
     while numbers := os.read(read, 64):
-        if before >= 0:  # other code has set a descriptor too: pass the signals on
+        if before >= 0:  # other code has set a descriptor too
             with contextlib.suppress(OSError):
                 os.write(before, numbers)
         if signal.SIGINT in numbers:
-            place = _place()
-            time.sleep(STANDSTILL_SECONDS)
-            if place == _place():
+            position = _main_position()
+            time.sleep(BLOCKED_SECONDS)
+            if position == _main_position():
                 cancel_all()
 
 
-def _place() -> tuple[int, int] | None:
+def _main_position() -> tuple[int, int] | None:
     frame: FrameType | None = frames().get(threading.main_thread().ident or 0)
     return None if frame is None else (id(frame), frame.f_lasti)
 
@@ -66,28 +66,25 @@ def _place() -> tuple[int, int] | None:
 def lower(
     context: Any, operands: Sequence[Any], avals: Sequence[Any], function: Function, *, quick: bool = False
 ) -> Any:
-    """Lower a primitive, on CPUs, to a call of a function that makes the primitive's results from these operands.
-
-    Arguments:
-      quick: as for ``call_in_order``.
-    """
+    """Lower a primitive, on CPUs, to a call of a function of its operands. ``quick``: see ``call_in_order``."""
     where = context.module_context.axis_context
     devices, together = _devices_of(where), _devices_together(where)
     site = Site(function, avals, context.avals_out, quick=quick, devices=devices, together=together)
-    return _calling(context, operands, avals, site)
+    return _lower_call(context, operands, avals, site)
 
 
-def _calling(context: Any, operands: Sequence[Any], avals: Sequence[Any], site: Site, effect: Any = None) -> list[Any]:
-    """Return the results of the call of a site, in the order of the program if it has an effect."""
+def _lower_call(
+    context: Any, operands: Sequence[Any], avals: Sequence[Any], site: Site, effect: Any = None
+) -> list[Any]:
+    """Return the results of a site's call, in the order of the program if it has an effect."""
     watch_for_interrupts()
-    context.module_context.add_host_callback(site)  # XLA keeps the site while a run of the program is under way
+    context.module_context.add_host_callback(site)  # keeps the site alive while a program runs
     given, made = ([_carried(one) for one in types] for types in (avals, context.avals_out))
     carried = _converted(context, operands, avals, given)
     if effect is None:
         values = _rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)
     else:
-        behind = abstract_token()
-        with_token = context.replace(avals_in=[*given, behind], avals_out=[*made, behind])
+        with_token = context.replace(avals_in=[*given, abstract_token()], avals_out=[*made, abstract_token()])
         *values, token = _effectful_rule(with_token, *carried, context.tokens_in.get(effect), number=site.number)
         context.set_tokens_out(mlir.TokenSet({effect: token}))
     return _converted(context, values, made, context.avals_out)
@@ -96,8 +93,7 @@ def _calling(context: Any, operands: Sequence[Any], avals: Sequence[Any], site: 
 def _devices_together(context: Any) -> Together:
     """Return how many devices of this process make each call together, and the group of each if there are several.
 
-    In ``jax.shard_map`` a group are the devices that have one place on the axes over which it maps: XLA divides the
-    program among those, as it divides other programs among all devices.
+    XLA partitions a program over all devices; in ``jax.shard_map``, over those at one place on the mapped axes.
     """
     mesh, axes = getattr(context, "mesh", None), getattr(context, "manual_axes", ())
     if mesh is None:
@@ -118,7 +114,6 @@ def on_cpus() -> bool:
     return jax.default_backend() == "cpu"
 
 
-# A call that happens once each time the program runs, ordered with everything else that has the same effect.
 ordered_p = Primitive("ordered_host_call")
 ordered_p.multiple_results = True
 
@@ -126,11 +121,11 @@ ordered_p.multiple_results = True
 def call_in_order(
     function: Function, results: Sequence[jax.ShapeDtypeStruct], *operands: Any, effect: Any, quick: bool = False
 ) -> list[Any]:
-    """Call a function of NumPy arrays from a program for CPUs.
+    """Call a function of NumPy arrays once each time a program for CPUs runs, ordered with all that has this effect.
 
     Arguments:
       effect: one of JAX's ordered effects, as in ``jax.make_jaxpr(...)(...).effects``.
-      quick: whether the function itself never waits; a part that has to wait must be returned as a ``Deferred``.
+      quick: whether the function itself never waits; it returns a part that has to wait as a ``Deferred``.
     """
     return ordered_p.bind(*operands, function=function, results=tuple(results), effect=effect, quick=quick)
 
@@ -148,15 +143,14 @@ def _lowered(
     context: Any, *operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool
 ) -> list[Any]:
     count = _devices_of(context.module_context.axis_context)
-    if count > 1:  # XLA orders what has effects on one device only, and of programs on several it runs one at a time
+    if count > 1:  # XLA orders effects on one device only, and runs one multi-device program at a time
         raise CollectiveError(
-            f"a collective of ranks in a program on {count} devices (jax.jit of arrays that lie on several devices, "
-            "jax.shard_map, jax.pmap) can only be in a program on one device. Let a program without it compute on the "
-            "devices, and call the collective on its result from Python: it takes arrays that lie on several devices. "
-            "DataParallel.value_and_grad, outside of jax.jit, does this with gradients."
+            f"a collective of ranks in a program on {count} devices (jax.jit of arrays on several devices, "
+            "jax.shard_map, jax.pmap) can only be in a program on one device. Compute on the devices without it, and "
+            "call the collective on the result from Python, as DataParallel.value_and_grad does outside of jax.jit."
         )
     site = Site(function, context.avals_in, context.avals_out, quick=quick)
-    return _calling(context, operands, context.avals_in, site, effect)
+    return _lower_call(context, operands, context.avals_in, site, effect)
 
 
 def _devices_of(context: Any) -> int:
@@ -170,7 +164,6 @@ def _carried(aval: Any) -> Any:
 
 
 def _converted(context: Any, values: Sequence[Any], before: Sequence[Any], after: Sequence[Any]) -> list[Any]:
-    """Return values of a program of one list of types as those of another."""
     found = list(values)
     for k, (old, new) in enumerate(zip(before, after, strict=True)):
         if old.dtype != new.dtype:

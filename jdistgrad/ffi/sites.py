@@ -1,9 +1,9 @@
-"""The sites in compiled programs that call Python functions on CPUs.
+"""Calls of Python functions from compiled programs on CPUs, without blocking XLA's threads.
 
-JAX's own callbacks run on the thread that executes the program, often a thread of XLA's pool, which has as many threads
-as cores: when each of them waits for another worker in a callback, this process never computes what others request.
+JAX's own callbacks run on the thread that executes the program, often one of XLA's pool, which has as many threads as
+cores: once each of them waits for another worker in a callback, this process computes nothing that others request.
 Here the handler that XLA calls returns at once. The function runs on a thread of our own unbounded pool, which then
-tells XLA that the program may go on.
+completes XLA's future.
 """
 
 import collections
@@ -46,7 +46,7 @@ ALONE: Together = 1, {}
 
 @dataclasses.dataclass(slots=True)
 class Deferred:
-    """The rest of a quick function that has to wait after all, as a function without arguments."""
+    """The part of a quick function that has to wait, as a function without arguments."""
 
     rest: Callable[[], Sequence[Any] | None]
 
@@ -55,15 +55,15 @@ class Site:
     """A call in a compiled program. The site must live as long as the program, and every run of the program.
 
     A run may outlast the last reference to the compiled function. JAX keeps host callbacks until the end of a run, so
-    the site is registered as a host callback. It is never called as a callback: XLA's handler finds it by its number.
+    the site is registered as a host callback. It is never called as one: XLA's handler looks it up by its number.
 
     Arguments:
       function: takes the operands as NumPy arrays that it may keep; returns the results, in order, or nothing.
       operands, results: shapes and dtypes. XLA passes a token, if there is any, after these.
-      quick: whether the function runs on XLA's thread, where nothing may wait. It returns a part that has to wait as
-        a ``Deferred``.
+      quick: whether the function runs on XLA's thread, where nothing may wait; it returns a part that has to wait as a
+        ``Deferred``.
       devices: how many the program runs on.
-      together: how many devices make each call together, since XLA divides the program among them; and, if there are
+      together: how many devices make each call together, since XLA partitions the program over them; and, if there are
         several groups of such devices, the group of each device, by number.
     """
 
@@ -91,15 +91,15 @@ class Site:
 
 
 def _put(found: Sequence[Any] | None, results: Sequence[np.ndarray]) -> None:
-    for place, result in zip(results, found or (), strict=True):
-        place[...] = result
+    for memory, result in zip(results, found or (), strict=True):
+        memory[...] = result
 
 
 class SharedCalls:
-    """The calls of a site that the devices of a group make together: one of them performs each, for all.
+    """The calls that the devices of a group make together: one device performs each, for all.
 
-    The devices run one program: the k-th call that one of them makes at a place of it is the k-th of each. At different
-    places they may come in different orders.
+    The devices run one program: the k-th call that a device makes at a place in the program is the k-th of each device.
+    At different places they may come in different orders.
     """
 
     def __init__(self, count: int, groups: Mapping[int, Any]):
@@ -107,11 +107,11 @@ class SharedCalls:
         self._runs: dict[Any, tuple[collections.Counter[int], dict[int, concurrent.futures.Future[Any]]]] = {}
 
     def once(self, run: int, device: int, place: Any, perform: Callable[[], Any]) -> Callable[[], Any]:
-        """Return a function that performs a device's next call in a run, or waits for another device that does.
+        """Return a function that performs a device's next call in a run, or waits for the device that performs it.
 
         Arguments:
-          run, device: their numbers.
-          place: what tells the copies of the site in the program apart.
+          run, device: their ids.
+          place: identifies the copy of the call in the program.
         """
         key = run, place, self._groups.get(device)
         with self._lock:
@@ -121,7 +121,7 @@ class SharedCalls:
             made[device] += 1
             if sum(count > turn for count in made.values()) == self._count:
                 del results[turn]
-                if not results:  # all have made equally many
+                if not results:
                     del self._runs[key]
 
         def perform_for_all() -> Any:
@@ -135,7 +135,7 @@ class SharedCalls:
 
 
 class SiteCall:
-    """A call under way. It ends once, with its function or by a cancellation; then XLA owns the results' memory."""
+    """A running call. It ends once, with its function or by a cancellation; then XLA owns the results' memory."""
 
     def __init__(self, function: Callable[[], Any], results: list[np.ndarray], pending: abi.AsyncResult, hint: str):
         self._function, self._results, self._pending, self._hint = function, results, pending, hint
@@ -169,13 +169,13 @@ class SiteCall:
 
 
 def is_cancelled() -> bool:
-    """Return whether this thread runs a call that compiled code will not wait for any more."""
+    """Return whether this thread runs a call that was cancelled."""
     call = getattr(_running, "call", None)
     return call is not None and call.cancelled
 
 
 def cancel_all() -> None:
-    """End every call that compiled code waits for. Those that ask whether they are cancelled may end by themselves."""
+    """Fail every running call; first give those that check ``is_cancelled`` a moment to end by themselves."""
     calls, end = list(_under_way), time.monotonic() + TO_END
     for call in calls:
         call.cancelled = True
@@ -185,22 +185,20 @@ def cancel_all() -> None:
         call.end(None, KeyboardInterrupt("while compiled code waited for other workers"))
 
 
-# Starts at random, so that a program compiled in another process finds no site here by accident.
-_numbers = itertools.count(secrets.randbits(62))
+_numbers = itertools.count(secrets.randbits(62))  # random: a program compiled in another process must find no site here
 _sites: "weakref.WeakValueDictionary[int, Site]" = weakref.WeakValueDictionary()
-# Empty if no compiled program of this process calls Python here.
-registered: dict[int, Any] = _sites.data  # type: ignore[attr-defined]
+registered: dict[int, Any] = _sites.data  # type: ignore[attr-defined]  # empty if no program calls Python here
 _threads = ThreadPool("jdistgrad-compiled")
 _under_way: set[SiteCall] = set()
 _running = threading.local()
 
-# Calls run in a copy of the context (``contextvars``) of the thread that runs the program, and so does what follows in
-# the program, which goes on where they end. The context of one of XLA's threads says nothing about the caller.
+# Calls run in a copy of the context (``contextvars``) of the thread that runs the program, and the program continues on
+# their thread. The context of XLA's own threads is not that of the caller.
 _by_xla: contextvars.ContextVar[bool] = contextvars.ContextVar("jdistgrad_by_xla", default=False)
 
 
 def in_callers_context() -> bool:
-    """Return whether a site's function runs in the context of the Python code that has called the program."""
+    """Return whether a site's function runs in the context of the Python code that called the program."""
     return not _by_xla.get()
 
 
@@ -209,20 +207,19 @@ def _handle(address: int) -> int | None:
     call: SiteCall | None = None
     try:
         frame = abi.CallFrame.from_address(address)
-        if frame.answers_about_itself() or frame.stage != abi.EXECUTE:
+        if frame.is_version_query() or frame.stage != abi.EXECUTE:
             return None
         number, copy = frame.number_and_copy()
         site = _sites[number]
         copies = [aligned_copy(abi.view(frame.operands.values[k], *one)) for k, one in enumerate(site.operands)]
         operands = [one.astype(dtype, copy=False) for one, dtype in zip(copies, site.dtypes, strict=True)]
         results = [abi.view(frame.results.values[k], *one) for k, one in enumerate(site.results)]
-        whole: Callable[[], Any] = functools.partial(site.function, *operands)
+        perform: Callable[[], Any] = functools.partial(site.function, *operands)
         if site.shared is not None:
-            whole = site.shared.once(*frame.run_and_device(), copy, whole)
-        found = whole() if site.quick else Deferred(whole)
+            perform = site.shared.once(*frame.run_and_device(), copy, perform)
+        found = perform() if site.quick else Deferred(perform)
         if isinstance(found, Deferred):
-            # A thread of XLA's pool runs the program if there is no Python frame below this one.
-            here, by_xla = contextvars.copy_context(), sys._getframe().f_back is None
+            here, by_xla = contextvars.copy_context(), sys._getframe().f_back is None  # no frame: a thread of XLA's
             here.run(_by_xla.set, by_xla or _by_xla.get())
             hint = ON_DEVICES.format(site.devices) if site.devices > 1 else HELD_A_THREAD if by_xla else ""
             call = SiteCall(found.rest, results, frame.begin(), hint)
@@ -230,7 +227,7 @@ def _handle(address: int) -> int | None:
         else:
             _put(found, results)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):  # else only the program's error would tell of it
+        if isinstance(error, KeyboardInterrupt):  # Python sees only the program's error
             signal_again(signal.SIGINT)
         if call is None:
             return abi.CallFrame.from_address(address).error(in_words(error), code_of(error))
@@ -239,9 +236,9 @@ def _handle(address: int) -> int | None:
 
 
 def aligned_copy(array: np.ndarray) -> np.ndarray:
-    """Copy an argument, so that it can be kept after the call, into memory that XLA can use as it is.
+    """Copy an argument, which is to outlast the call, into memory that XLA can alias.
 
-    XLA copies unaligned memory on its own threads, and runs a program that waits for such a copy on one of them.
+    XLA copies unaligned memory on its own threads, and runs programs that wait for such a copy on one of them.
     """
     if array.nbytes < ALIGNED_FROM:
         return np.array(array)
@@ -253,7 +250,7 @@ def aligned_copy(array: np.ndarray) -> np.ndarray:
 
 
 def in_words(error: BaseException) -> str:
-    """Spell an error with its notes: XLA keeps only the text of an exception in compiled code."""
+    """Return an error's text with its notes: XLA keeps only text."""
     return "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())])
 
 
