@@ -142,7 +142,7 @@ def sizes_here(test: pytest.Item) -> tuple[tuple[int, ...], str]:
         return sizes, ""
     if hasattr(test.config, "workerinput"):
         raise pytest.UsageError(A_WORKER_OF_XDIST)
-    from jdistgrad.wire.mpi_process import WORLD, why_alone
+    from jdistgrad.wire.mpi_job import WORLD, why_alone
 
     alone = why_alone()
     if alone:
@@ -210,7 +210,7 @@ def give_up(test: pytest.Item, seconds: float) -> None:
 def who() -> str:
     if not launcher_env.launched():
         return ""
-    from jdistgrad.wire.mpi_process import WORLD
+    from jdistgrad.wire.mpi_job import WORLD
 
     return f"rank {WORLD.rank}: "
 
@@ -221,7 +221,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Any:
     report = yield
     guarded = GUARDED in item.stash or "world_guard" in getattr(item, "fixturenames", ())
     if report.failed and guarded and launcher_env.launched():
-        from jdistgrad.wire.mpi_process import WORLD
+        from jdistgrad.wire.mpi_job import WORLD
 
         print(f"\n{who()}{item.nodeid} failed\n{report.longreprtext}", file=sys.stderr, flush=True)
         if WORLD.size > 1:
@@ -240,8 +240,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def pytest_unconfigure(config: pytest.Config) -> None:
     """End the MPI job if only some of its ranks stop early: the others would wait for them in the next test."""
     if STOPPED in config.stash and launcher_env.launched() and "mpi4py.MPI" in sys.modules:
-        from jdistgrad.wire.mpi_process import WORLD, abort_job, missing_at_the_end
+        from jdistgrad.wire.mpi_job import MPIJob, missing_at_the_end
 
-        missing = missing_at_the_end(WORLD, GRACE_SECONDS)
+        missing = missing_at_the_end(GRACE_SECONDS)
         if missing:
-            abort_job(f"{who()}pytest stopped ({config.stash[STOPPED]}), and did not on ranks {missing}")
+            MPIJob.end(f"{who()}pytest stopped ({config.stash[STOPPED]}), and did not on ranks {missing}")

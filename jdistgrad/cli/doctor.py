@@ -28,10 +28,10 @@ Facts = dict[str, Any]  # of one process
 def mpi() -> Facts:
     """Return the facts about the MPI library behind mpi4py. Starts MPI."""
     try:
-        from jdistgrad.wire import mpi_process
+        from jdistgrad.wire import mpi_job
     except (ImportError, RuntimeError) as error:
         return {"error": str(error)}
-    return mpi_process.facts()
+    return mpi_job.facts()
 
 
 def devices() -> Facts:
@@ -53,7 +53,7 @@ def mpi4jax() -> Facts:
         from jax import default_device, jit, local_devices
         from mpi4jax import allreduce, has_cuda_support
 
-        from jdistgrad.wire.mpi_process import SUM, WORLD
+        from jdistgrad.wire.mpi_job import SUM, WORLD
 
         with default_device(local_devices(backend="cpu")[0]):  # a GPU's pointers may crash MPI: see on_device
             total = jit(lambda x: allreduce(x, op=SUM))(jnp.ones(3))
@@ -182,7 +182,7 @@ def report() -> int:
         print(f"rank {rank} ({facts['host']}): {_no_mpi(facts)}", file=sys.stderr)
     if "error" in facts["mpi"] or facts["mpi"]["why_alone"]:
         return 1 if rank else told([facts])
-    from jdistgrad.wire.mpi_process import WORLD
+    from jdistgrad.wire.mpi_job import WORLD
 
     everybody = WORLD.gather(facts)
     return told(everybody) if everybody is not None else 0

@@ -150,7 +150,7 @@ class PickleCodec:
         self._streams: dict[Any, bytes] = {}
 
     def encode(self, value: Any, *, snapshot: bool) -> Parcel:
-        copies = pinned.of_all(trees.leaves(value)) if pinned.accelerated() else pinned.NONE
+        copies = pinned.Copies(trees.leaves(value)) if pinned.accelerated() else pinned.NONE
         found: Arrays = {}
         key = key_of(value, found, copies)
         stream = None if key is None else self._streams.get(key)

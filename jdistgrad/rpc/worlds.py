@@ -215,7 +215,7 @@ def open_process(name: Names, timeout: float, *, with_devices: bool, survive: bo
         if_failed.callback(job.withdraw)
         hellos, workers = _meet(job, dataclasses.replace(hello, offer=job.offer()), timeout, with_devices=with_devices)
         world = hellos[0].world
-        transport = job.connect(world, [one.offer for one in hellos], timeout)
+        transport = job.connect([one.offer for one in hellos], timeout)
         settings = {"end_job": job.end, "report": leaving.report, "survives": survive}
         worker = _open(world, job.rank, workers, transport, timeout=timeout, **settings)
         if_failed.pop_all()

@@ -31,7 +31,7 @@ from jdistgrad.leaves import (
     plain,
 )
 
-# Below this size, copying costs less than a second message; from it on, arrays alias the buffer they arrived in.
+# Below this size, copying costs less than a second message; larger arrays alias the buffer they arrived in.
 ALIAS_FROM = 1 << 16
 
 ALIGNMENT = 16  # of arrays among other bytes
@@ -52,7 +52,7 @@ def bytes_of(array: np.ndarray) -> memoryview:
 
 
 def reduce_numpy(array: np.ndarray) -> Any:
-    if array.dtype.hasobject or array.dtype.names or not array.itemsize:  # no bytes tell how many elements there are
+    if array.dtype.hasobject or array.dtype.names or not array.itemsize:
         return NotImplemented
     buffer = pickle.PickleBuffer(bytes_of(array))
     if array.dtype.num < EXTENSIONS_FROM and array.nbytes < ALIAS_FROM:
@@ -61,7 +61,7 @@ def reduce_numpy(array: np.ndarray) -> Any:
 
 
 def rebuild_numpy(data: Any, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    # Its base is the memory's view, not an array, by which ``as_jax_array`` knows that it came over the wire.
+    # By its base, a view of memory and no array, ``as_jax_array`` knows that it came over the wire.
     return np.frombuffer(data, np.uint8).view(named_dtype(dtype)).reshape(shape)
 
 
@@ -82,7 +82,7 @@ def reduce_jax(array: jax.Array) -> PickleReduction:
 
 
 def rebuild_number(value: complex, dtype: str) -> jax.Array:
-    """Return a weakly typed scalar. Raises EncodingError if JAX here would make it narrower than where it came from."""
+    """Return a weakly typed scalar. Raises EncodingError if its dtype would be narrower here than at the sender."""
     sent = named_dtype(dtype)
     check_kept(sent, canonical(sent))
     return jnp.asarray(value)
@@ -93,9 +93,9 @@ _rebuilding = threading.local()
 
 @contextlib.contextmanager
 def as_numpy(below: float = math.inf) -> Iterator[None]:
-    """Make this thread rebuild JAX arrays of fewer bytes as NumPy arrays in the block.
+    """Rebuild JAX arrays of fewer bytes as NumPy arrays in the block, on this thread.
 
-    No JAX may run in XLA's callbacks; and what only compiled code takes is not worth making a small JAX array of.
+    No JAX may run in XLA's callbacks; and for arguments of compiled code a small JAX array is not worth its cost.
     """
     _rebuilding.plain_below = below
     try:
@@ -138,11 +138,11 @@ def arrived(arrays: list[Any]) -> list[Any]:
 
 
 def _host(array: Any) -> Any:
-    """Return an array as a NumPy array of the dtype that JAX would use, unless it is more than its bytes."""
+    """Return an array as a NumPy array of JAX's dtype for it, unless it is more than its bytes."""
     if isinstance(array, jax.Array):
         try:
             return array if array.weak_type and not array.ndim else np.asarray(array)
-        except (AttributeError, TypeError, RuntimeError):  # a random key, a traced array ...: see ``reduce_jax``
+        except (AttributeError, TypeError, RuntimeError):  # a random key, a tracer ...: see ``reduce_jax``
             return array
     host = np.asarray(array)
     if host.dtype.hasobject or host.dtype.names:  # JAX has no such dtype

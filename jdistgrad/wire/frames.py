@@ -1,9 +1,8 @@
 """The bytes of a message: one frame, and the large buffers that follow it.
 
 A frame is a fixed header, a table of piece lengths, and the pieces. The first piece is the attached bytes and the
-pickle stream; the others are the stream's buffers. Pieces of at least ``BULK_FROM`` bytes stay out of the frame. In
-their stead, the frame holds the place where the receiver finds the piece in the sender's shared memory; if that is 0,
-the piece follows the frame, uncopied.
+pickle stream; the others are the stream's buffers. In place of a piece of at least ``BULK_FROM`` bytes, the frame holds
+the piece's place in the sender's shared memory; if that is 0, the piece follows the frame, uncopied.
 """
 
 import dataclasses
@@ -30,8 +29,8 @@ KINDS = {kind.value: kind for kind in MessageType}
 class Frame:
     """A parsed frame: its message, and its pieces in order, None for a separate piece.
 
-    ``number``: how many frames the sender had sent to this receiver before it; the tag of its separate pieces.
-    ``places``: of the separate pieces, in order.
+    ``number``: how many frames the sender had sent to this receiver before; the tag of the separate pieces.
+    ``places``: of the separate pieces, by index.
     """
 
     message: Message
@@ -39,10 +38,9 @@ class Frame:
     attached: int
     lengths: tuple[int, ...]
     pieces: list[Any]
-    places: list[int]
+    places: dict[int, int]
 
     def complete(self) -> Message:
-        """Return the message, once all pieces are here."""
         if self.pieces:
             first = memoryview(self.pieces[0])
             self.message.body = Parcel(first[self.attached :], self.pieces[1:], first[: self.attached])
@@ -51,7 +49,6 @@ class Frame:
 
 @functools.cache
 def _table(pieces: int) -> struct.Struct:
-    """Return the form of the table of lengths, with the padding that follows."""
     return struct.Struct(f"<{pieces}Q{-(START + LENGTH * pieces) % ALIGNMENT}x")
 
 
@@ -60,7 +57,7 @@ def pack(
 ) -> tuple[bytes, list[memoryview]]:
     """Return the frame of a message with this parcel for its body, and the pieces that must follow the frame.
 
-    ``put``: puts a large piece where the receiver finds it, and returns that place; 0 if it must follow.
+    ``put``: copies a large piece to shared memory and returns the place; 0 if the piece must follow.
 
     Raises:
       WireError: the small pieces are too many for one frame.
@@ -89,7 +86,7 @@ def pack(
     if inside + (LENGTH + PLACE.size) * len(pieces) + START + ALIGNMENT > LONGEST_FRAME:
         raise WireError(
             f"its arrays of less than 64 KiB have {inside / 2**30:.1f} GiB together, and a message takes less than "
-            "2 GiB of them. Send several messages, or put them together to larger arrays"
+            "2 GiB of them. Send several messages, or concatenate the arrays"
         )
     return b"".join(parts), bulk
 
@@ -100,19 +97,17 @@ def unpack(frame: Any, source: int) -> Frame:
     message = Message(KINDS[code], source, identifier, None, None if scope == NO_SCOPE else scope)
     table = _table(count)
     lengths, start = table.unpack_from(view, START), START + table.size
-    pieces, places = list[Any](), list[int]()
-    for length in lengths:
+    pieces, places = list[Any](), dict[int, int]()
+    for k, length in enumerate(lengths):
         if length < BULK_FROM:
             pieces.append(view[start : start + length])
             start += length + -length % ALIGNMENT
         else:
             pieces.append(None)
-            places += PLACE.unpack_from(view, start)
+            (places[k],) = PLACE.unpack_from(view, start)
             start += PLACE.size
     return Frame(message, number, attached, lengths, pieces, places)
 
 
-# Words of meetings, a few dozen bytes each: a frame of their own, since all ranks wait for them.
-
-WORD = struct.Struct("<B7xQQ")  # kind, id, scope; the word follows
+WORD = struct.Struct("<B7xQQ")  # the frame of a meeting's word: kind, id, scope; the word follows
 LONGEST_WORD = 1 << 12

@@ -1,11 +1,10 @@
-"""Blocks that put off Ctrl-C to their end, and waits that signals end.
+"""Defer Ctrl-C inside a block; interruptible waits.
 
-Python runs a program's signal handlers between any two bytecodes of the main thread, and Ctrl-C's raises
-KeyboardInterrupt. Between finding and receiving a message, or between sending two parts of a message, an exception
-would lose that message.
+Python runs signal handlers between any two bytecodes of the main thread, and Ctrl-C's raises KeyboardInterrupt. Between
+probing for and receiving a message, or between sending two parts of one, an exception would lose that message.
 
-Entering a block must cost next to nothing, so the handler that puts off Ctrl-C stays installed around the handler that
-it found. It is installed again when other code (a notebook, for every cell) has installed a handler of its own.
+Entering a block must cost next to nothing, so the deferring handler stays installed around the handler that it found.
+It is installed again when other code (a notebook, for every cell) has installed a handler.
 """
 
 import concurrent.futures
@@ -33,7 +32,7 @@ pending: list["Handler"] = []  # of a Ctrl-C that has come in these blocks
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Handler:
-    """A handler around the previous handler. There is one for each, so that programs may save and restore handlers."""
+    """A handler around the previous one; one object for each, so that programs may save and restore handlers."""
 
     previous: Callable[[int, FrameType | None], Any]
 
@@ -47,15 +46,14 @@ class Handler:
 
 
 def has_come() -> bool:
-    """Return whether a Ctrl-C has come that this thread puts off: it should soon leave its block."""
+    """Return whether this thread defers a Ctrl-C, and so should leave its block soon."""
     return bool(pending) and threading.get_ident() == _main
 
 
 class put_off_interrupt:  # noqa: N801 used like a function
-    """A block that Ctrl-C does not interrupt. It takes effect when the block ends.
+    """Defer Ctrl-C to the end of the (outermost) block.
 
-    In nested blocks it takes effect when the outermost block ends. Python interrupts only the main thread, so on other
-    threads a block does nothing, and neither does it where the program has no handler for Ctrl-C.
+    Python interrupts only the main thread, so the block does nothing on other threads, nor without a handler.
     """
 
     __slots__ = ("_on_main",)
@@ -78,11 +76,11 @@ class put_off_interrupt:  # noqa: N801 used like a function
 def wait_in_slices(wait: Callable[[float | None], object], timeout: float | None = None) -> None:
     """Call ``wait(seconds)`` until it returns a true value or the timeout has passed.
 
-    Python does not wake the main thread for a signal that arrives just before the thread falls asleep, or on another
-    thread of the process. So the main thread sleeps for short times only.
+    The main thread sleeps for short times only: Python does not wake the thread for a signal that arrives just before
+    the sleep, or on another thread of the process.
     """
     if threading.get_ident() != _main:
-        wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))  # locks refuse more, infinity too
+        wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
         return
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
     while not wait(min(SLICE_SECONDS, max(0.0, deadline - time.monotonic()))) and time.monotonic() < deadline:
@@ -90,10 +88,9 @@ def wait_in_slices(wait: Callable[[float | None], object], timeout: float | None
 
 
 class SteadyCondition(threading.Condition):
-    """A condition that is not left locked when a signal's handler raises.
+    """A condition that is not left locked when a signal handler raises.
 
-    The base class enters and leaves in Python, where a handler may run after the lock was taken and before it is given
-    back. The lock itself does both in C.
+    The base class acquires and releases in Python, where a handler may run in between; the lock itself does so in C.
     """
 
     __enter__ = property(lambda self: self._lock.__enter__)
@@ -101,7 +98,7 @@ class SteadyCondition(threading.Condition):
 
 
 class InterruptibleFuture(concurrent.futures.Future[T]):
-    """A future whose waits Ctrl-C ends, and which can still be completed then."""
+    """A future whose waits Ctrl-C can end; the future can still be completed then."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The transport between threads of one process: objects are handed over, neither copied nor pickled."""
+"""The transport between threads of one process, which passes objects without copying or pickling."""
 
 import concurrent.futures
 import logging
@@ -20,10 +20,7 @@ log = logging.getLogger("jdistgrad.wire")
 
 
 class Hub:
-    """State shared by threads that open local worlds together: their worlds, and the first failure.
-
-    The k-th ``init`` of every thread belongs to the k-th world, so a world can be closed and opened again.
-    """
+    """The worlds of some threads, and the first failure. The k-th ``init`` of every thread joins the k-th world."""
 
     def __init__(self, size: int):
         self.size = size
@@ -45,7 +42,6 @@ class Hub:
             raise self.failure.with_traceback(None)
 
     def fail(self, error: BaseException) -> None:
-        """End the waits of all workers with this error."""
         with self._lock:
             self.failure = self.failure or error
             worlds = list(self._worlds)
@@ -63,7 +59,7 @@ class LocalWorld:
         self._changed = SteadyCondition()
 
     def gather(self, rank: int, hello: Any, timeout: float) -> list[Any]:
-        """Return the hellos of all workers by rank, once all have called. Raises WorldError with the missing ranks."""
+        """Return the hellos of all workers, by rank. Raises WorldError with the missing ranks."""
         self._arrive(self._hellos, rank, hello, timeout)
         return [self._hellos[rank] for rank in range(self.size)]
 
@@ -79,7 +75,6 @@ class LocalWorld:
             receiver.fail(error)
 
     def _present(self) -> dict[int, Receiver]:
-        """Return the workers that have come and not left, by rank."""
         return {rank: receiver for rank, receiver in self.receivers.copy().items() if receiver is not None}
 
     def _arrive(self, arrivals: dict[int, Any], rank: int, value: Any, timeout: float) -> None:
@@ -133,7 +128,6 @@ class LocalTransport(Transport):
             super().wait_for(futures, timeout)
 
     def wait(self, target: Awaited, deadline: float = math.inf) -> None:
-        """Sleep: senders' threads complete what is waited for."""
         if not target.done:
             futures, seconds, first = target.futures(), deadline - time.monotonic(), concurrent.futures.FIRST_COMPLETED
             wait_in_slices(lambda longest: concurrent.futures.wait(futures, longest, first).done or has_come(), seconds)

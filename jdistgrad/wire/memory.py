@@ -1,12 +1,10 @@
 """Memory for large pieces of messages: shared by the ranks of a machine, or leased to receive what MPI sends.
 
-Each rank has shared memory of its own, which the others can read and write. The sender copies a piece into its own
-memory and names the place in the message; the receiver uses the piece there. MPI without the kernel's help, as in most
-containers, copies twice, and both ranks must take part at once. When the last array that uses the piece is gone, the
-receiver sets a mark in the sender's memory. The sender takes the place back before it looks for room the next time. If
-there is no room, MPI carries the piece.
-
-The places of a rank that is lost are never used again: it may only stand still, and mark them later.
+Each rank has shared memory, which the others can read and write. The sender copies a piece into its own memory and
+names the place in the message; the receiver uses the piece there. (MPI without the kernel's help, as in most
+containers, copies twice, and both ranks must take part at once.) When the last array that uses the piece is gone, the
+receiver sets a mark in the sender's memory, and the sender reuses the place. If there is no room, MPI carries the
+piece. The places of a lost rank are never reused: the rank may only hang, and mark them later.
 """
 
 import collections
@@ -25,8 +23,8 @@ import numpy as np
 
 CLOSED_IN_PROGRAMS = 1  # MFD_CLOEXEC
 
-# A rank's shared memory consists of grains. The first one holds the sign of the doorbell, a mark for each grain, and
-# one for each rank; the others hold pieces.
+# A rank's shared memory consists of grains. The first holds the doorbell's byte, a mark for each grain and each rank;
+# the others hold pieces.
 GRAIN = 1 << 16
 GRAINS = 1 << 12
 NBYTES = GRAIN * GRAINS
@@ -39,16 +37,15 @@ IDLE_LIMIT = 1 << 30  # bytes of leased memory that are kept for reuse
 
 
 class SharedMemory:
-    """The shared memory of this process in one world, and that of the other ranks, with the pieces in them.
+    """The shared memory of this process in one world, and that of the other ranks.
 
-    It is a file without a name, which lies in memory and ends with the processes that have it open, however they end.
-    Its pages take no memory before they are written to. Where a rank's memory is out of reach, on another machine or in
-    another container, the others do without.
+    It is an anonymous file (``memfd_create(2)``), which ends with the processes that have it open, however they end.
+    Its pages take no memory before they are written to.
 
     Attributes:
-      address: what other processes of this machine need to find this memory; empty if there is none.
+      address: what other processes of this machine need to open this memory; empty if there is none.
       own: this memory, or None.
-      others: by rank, the memory of each rank that is within reach; None for the others.
+      others: by rank, its memory; None if out of reach, on another machine or in another container.
     """
 
     def __init__(self) -> None:
@@ -59,9 +56,9 @@ class SharedMemory:
         self._used = bytearray(b"\1" + bytes(GRAINS - 1))  # by grain
         self._grains = dict[int, int]()  # by place, how many grains it has
         if sys.platform == "linux":
-            name = f"jdistgrad-{uuid.uuid4().hex}"  # nobody on another machine has the same
+            name = f"jdistgrad-{uuid.uuid4().hex}"  # unique among all machines
             try:
-                # Python has the function too, but not if it was built for old systems, like those of conda.
+                # Pythons built for old systems, as conda's, lack os.memfd_create.
                 self._file = ctypes.CDLL(None).memfd_create(name.encode(), CLOSED_IN_PROGRAMS)
                 os.ftruncate(self._file, NBYTES)
                 self.own = mmap.mmap(self._file, NBYTES)
@@ -70,20 +67,20 @@ class SharedMemory:
                 self._close_file()
 
     def meet(self, addresses: Sequence[str], rank: int) -> None:
-        """Take note of the addresses of all ranks; open the memory of those within reach, and show there that it is."""
-        own = self.own  # who has no memory uses that of nobody else
+        """Open the memory of all ranks within reach, and mark there that it is."""
+        own = self.own  # a rank without memory uses that of no other
         self.others = [own if own is None or one == self.address else _opened(one) for one in addresses]
         for other in self.others:
             if other is not None and rank < RANKS:
                 other[REACHED_BY + rank] = 1
 
     def lose(self, rank: int) -> None:
-        """Forget the memory of a rank that has left or died. What is in use there stays."""
+        """Forget the memory of a rank that has left or died, but for the pieces in use."""
         if self.others:
             self.others[rank] = None
 
     def put(self, peer: int, piece: memoryview) -> int:
-        """Copy a piece to where the peer finds it; return the place. It is 0 if there is none."""
+        """Copy a piece to where the peer finds it; return the place, 0 if there is none."""
         own = self.own
         if own is None or peer >= RANKS or not own[REACHED_BY + peer]:
             return 0
@@ -117,13 +114,13 @@ class SharedMemory:
         return piece
 
     def _give_back(self, memory: mmap.mmap, place: int, nbytes: int, process: int) -> None:
-        if process == os.getpid():  # what a fork gives back is still its parent's
+        if process == os.getpid():  # a fork does not own its parent's pieces
             if self._closed:
                 _empty(memory, place * GRAIN, nbytes)
             memory[MARKS + place] = RETURNED[0]
 
     def close(self) -> None:
-        """Give the memory back, but for the pieces in use, which others may keep for as long as they like."""
+        """Give the memory back, but for the pieces in use, which others may keep."""
         own, self.own, self._closed = self.own, None, True
         self.others = [None] * len(self.others)
         if own is not None:
@@ -134,9 +131,9 @@ class SharedMemory:
         self._close_file()
 
     def _close_file(self) -> None:
-        file, self._file = self._file, -1
-        if file >= 0:
-            os.close(file)
+        if self._file >= 0:
+            os.close(self._file)
+        self._file = -1
 
 
 def _opened(address: str) -> mmap.mmap | None:
@@ -151,7 +148,7 @@ def _opened(address: str) -> mmap.mmap | None:
 
 
 def _empty(memory: mmap.mmap, start: int, nbytes: int) -> None:
-    """Give the pages of a part of some memory back to the system, for all who share them."""
+    """Give pages back to the system, for all processes that share them."""
     with contextlib.suppress(OSError):  # a kernel that cannot: they end with the memory
         memory.madvise(mmap.MADV_REMOVE, start, nbytes)
 
@@ -163,11 +160,10 @@ def size_class(nbytes: int) -> int:
 
 
 class BufferPool:
-    """A pool that leases page-aligned memory to receive into, and keeps up to ``idle_limit`` returned bytes for reuse.
+    """A pool of page-aligned memory to receive into, which keeps up to ``idle_limit`` returned bytes for reuse.
 
-    A fresh buffer of 64 MiB costs more in page faults than the copy into it. A lease is a plain ``uint8`` array; when
-    the last view of the lease dies, on any thread, its memory returns to the pool. JAX arrays that alias it count as
-    views.
+    A fresh buffer of 64 MiB costs more in page faults than the copy into it. A lease is a plain ``uint8`` array, whose
+    memory returns to the pool when its last view dies, on any thread; JAX arrays that alias it count as views.
     """
 
     def __init__(self, idle_limit: int = IDLE_LIMIT):

@@ -1,4 +1,4 @@
-"""The messages that workers send each other, and the ids in them, which are different for all workers of a world."""
+"""The messages that workers send each other, and the ids in them, unique in a world."""
 
 import dataclasses
 import enum
@@ -24,10 +24,7 @@ def worker_of(identifier: int) -> int:
 
 
 def as_token(*identifiers: int) -> np.ndarray:
-    """Return identifiers as an array of 32-bit halves: JAX has no 64-bit integers by default.
-
-    One is added to each, so that no token is zero: see ``stands_for_nothing``.
-    """
+    """Return identifiers, plus 1 each, as an array of 32-bit halves: JAX has no 64-bit integers by default."""
     numbers = [one + 1 for one in identifiers]
     return np.array([part for one in numbers for part in (one >> 32, one & 0xFFFFFFFF)], np.uint32)
 
@@ -38,12 +35,12 @@ def from_token(token: Any) -> tuple[int, ...]:
 
 
 def stands_for_nothing(token: Any) -> bool:
-    """Return whether a token is zeros, with which loops fill the place of a value that they have not computed yet."""
+    """Return whether a token is zeros, the placeholder in loops for a value that is not yet computed."""
     return not np.any(token)
 
 
 def spell(identifier: int) -> str:
-    """Return an identifier as messages print it: rank and counter."""
+    """Return an identifier as text: rank and counter."""
     return f"{worker_of(identifier)}:{identifier & ((1 << COUNTER_BITS) - 1)}"
 
 
@@ -79,9 +76,9 @@ ENCODED = CALLS | ANSWERS | {MessageType.PUSH, MessageType.MEET}
 
 @dataclasses.dataclass(slots=True)
 class Parcel:
-    """An encoded value: a pickle stream (bytes), and the buffers that travel beside it, which have ``nbytes``.
+    """An encoded value: a pickle stream (bytes) and its out-of-band buffers, which have ``nbytes``.
 
-    ``attached`` travels too; the transport does not interpret it. ``undo`` is called if the parcel cannot be sent.
+    ``attached``: other bytes that travel with it. ``undo`` is called if the parcel cannot be sent.
     """
 
     stream: Any

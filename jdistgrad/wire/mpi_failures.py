@@ -1,7 +1,7 @@
-"""The ranks of a communicator that have died, as MPI and the kernel tell: MPI must run with ULFM's fault tolerance.
+"""Detect the ranks of a communicator that have died, by ULFM (Open MPI 5, User-Level Failure Mitigation) and pidfds.
 
-MPI learns of processes that were killed, on any machine. It does not learn of a process that ended by itself with an
-exit status other than 0; for ranks of one machine the kernel tells that too.
+MPI learns of processes that were killed, on any machine, but not of a process that exited with a status other than 0.
+The kernel reports both for ranks of one machine (``pidfd_open(2)``).
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from mpi4py import MPI
 ENABLED = "OMPI_MCA_mpi_ft_enable"  # set by `mpirun --with-ft ulfm`
 OF_FAILURES = frozenset({MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED, MPI.ERR_IN_STATUS})
 
-Process = tuple[str, int]  # the machine, and the number of the process there
+Process = tuple[str, int]  # the machine and the pid
 
 
 def missing(*, started: bool) -> str:
@@ -28,23 +28,23 @@ def missing(*, started: bool) -> str:
     """
     if not hasattr(MPI.Comm, "Get_failed") or "Open MPI v5" not in MPI.Get_library_version():
         return (
-            "this MPI cannot go on without a rank that dies: that takes Open MPI 5 (with ULFM) and mpi4py 4.1 for it. "
+            "this MPI cannot go on without a rank that dies, which needs Open MPI 5 (with ULFM) and mpi4py 4.1. "
             "Leave survive out, or load such an MPI."
         )
     if started and os.environ.get(ENABLED, "0").lower() not in ("1", "true"):
         return (
-            "mpirun was not told that the job goes on without a rank that dies: start it by `jdistgrad run --survive`, "
-            "or by `mpirun --with-ft ulfm` (srun cannot do that)."
+            "this job was not started to go on without a rank that dies. Start it by `jdistgrad run --survive`, or by "
+            "`mpirun --with-ft ulfm` (srun cannot do that)."
         )
     return ""
 
 
 def this_process() -> Process:
-    """Return a name for this process that its neighbours can use."""
+    """Return an id of this process for other processes of this machine."""
     boot = pathlib.Path("/proc/sys/kernel/random/boot_id")
     try:
         return f"{boot.read_text().strip()} {pathlib.Path('/proc/self/ns/pid').readlink()}", os.getpid()
-    except OSError:  # no Linux: MPI alone must tell
+    except OSError:  # no Linux
         return "", os.getpid()
 
 
@@ -54,7 +54,7 @@ def is_failure(error: MPI.Exception) -> bool:
 
 
 def failed(comm: MPI.Intracomm) -> list[int]:
-    """Return the ranks of a communicator that have died, as far as MPI knows; none if this MPI does not tell."""
+    """Return the ranks of a communicator that have died, as far as this MPI knows."""
     if not hasattr(comm, "Get_failed"):
         return []
     try:
@@ -70,11 +70,7 @@ def failed(comm: MPI.Intracomm) -> list[int]:
 
 
 class Failures:
-    """The search for ranks that have died.
-
-    Arguments:
-      processes: the processes of all ranks.
-    """
+    """The search for ranks that have died. ``processes``: of all ranks."""
 
     def __init__(self, comm: MPI.Intracomm, processes: Sequence[Process]):
         self._comm, self._acknowledged = comm, 0
@@ -90,7 +86,7 @@ class Failures:
                 descriptor = os.pidfd_open(number)
             except ProcessLookupError:
                 self._gone.add(rank)
-            except (OSError, AttributeError):  # an old kernel: MPI tells
+            except (OSError, AttributeError):  # an old kernel
                 pass
             else:
                 self._watched[descriptor] = rank
@@ -98,7 +94,7 @@ class Failures:
                 self._poll.register(descriptor, select.POLLIN)
 
     def find(self) -> list[int]:
-        """Return the ranks that have died since the last call. MPI serves wildcards again from then on."""
+        """Return the ranks that have died since the last call, and acknowledge them, so that wildcards work again."""
         for descriptor, _ in self._poll.poll(0) if self._watched else []:
             self._poll.unregister(descriptor)
             self._gone.add(self._watched.pop(descriptor))
@@ -111,7 +107,7 @@ class Failures:
         return sorted(new)
 
     def kill(self, rank: int) -> bool:
-        """Kill the process of a rank, unless it has ended; return False if it is out of reach. For any thread."""
+        """Kill the process of a rank, unless it has ended; return False if it is out of reach. Thread-safe."""
         for descriptor, watched in self._watched.copy().items():
             if watched == rank:
                 with contextlib.suppress(OSError):  # ended meanwhile

@@ -3,16 +3,16 @@
 Every switch of the GIL between threads costs more than a message does. Therefore:
 
 * A thread that waits for an answer looks for it itself. If several threads wait, one looks and the others sleep until
-  their answers have come, or until the looking thread leaves with its own answer and wakes one of them to look.
+  their answers have come, or until the looking thread leaves with its own answer and wakes one of them.
 * While nobody waits, the *primary* of the serving threads sleeps until its bell rings (``doorbell``), looks, and runs
-  the task that a message brings on its own stack, without a handover. While another thread looks, it sleeps on; also
-  for a millisecond after one that waits often: to be woken between its waits would take Python's lock from it.
+  the task that a message brings on its own stack, without a handover. While another thread looks, the primary sleeps
+  on; also for a millisecond after a thread that waits often: waking in between would take Python's lock from it.
 * A *standby* looks every ``tick_seconds`` whether there is a primary, and becomes primary if not: a call that runs long
   delays the next call once, by that time at most. If a call runs already, the standby is woken before the next begins.
-* Where the system starts no more threads, the primary hands tasks on and goes on looking.
+* Where the system starts no more threads, the primary hands tasks on and keeps looking.
 
-Whoever looks probes for as long as good answers take (``Probing``), and then sleeps until a bell rings. The baton is a
-lock held while looking, never while a task runs. Threads only try to take it; ``stop`` alone waits for it.
+A looking thread probes for as long as good answers take (``Probing``), and then sleeps until a bell rings. The baton is
+a lock held while looking, never while a task runs. Threads only try to take it; ``stop`` alone waits for it.
 """
 
 import concurrent.futures
@@ -33,20 +33,20 @@ from jdistgrad.wire.transport import Awaited, Receiver, Task
 Look = Callable[[], tuple[bool, Task | None]]
 
 TICK_SECONDS = 0.005
-IDLE_TICKS = 10  # how many times as long between ticks where no messages come
+IDLE_TICKS = 10  # the factor between ticks where no messages come
 IDLE_AFTER = 0.5  # seconds without a message
-SOON = 1e-3  # who waits again within this time waits often
-IDLE_SOON = 0.02  # seconds without a message, after which the primary need not see so often whether it is to look
+SOON = 1e-3  # a thread that waits again within this time waits often
+IDLE_SOON = 0.02  # seconds without a message, after which the primary checks less often whether it is to look
 LONGEST_SLEEP = 0.005  # of a thread that waits: what other threads of this process do rings no bell
-INTERRUPT_SECONDS = 0.02  # how often the main thread wakes to see whether Ctrl-C was pressed
+INTERRUPT_SECONDS = 0.02  # how often the main thread wakes to check for Ctrl-C
 
 log = logging.getLogger("jdistgrad.wire")
 
 
 class Probing:
-    """How long to probe before sleeping: twice as long as good answers take, if they come soon enough to probe for.
+    """How long to probe before sleeping: twice as long as good answers take, if that is short enough.
 
-    Whoever sleeps costs the other side a system call, and itself the time to wake up: 20 to 200 us.
+    Sleeping costs the other side a system call, and this one the time to wake up: 20 to 200 us.
     """
 
     SHORTEST, LONGEST, TOO_LONG = 50e-6, 1e-3, 2e-3
@@ -62,7 +62,7 @@ class Probing:
         return min(max(2 * self._usual, self.SHORTEST), self.LONGEST)
 
     def learn(self, took: float) -> None:
-        """Take note of how long an answer took."""
+        """Update the usual time with how long an answer took."""
         weight = self.FASTER if took < self._usual else self.SLOWER
         self._usual += weight * (min(took, 2 * self.TOO_LONG) - self._usual)
 
@@ -72,11 +72,11 @@ class Progress:
 
     Arguments:
       look: looks for messages once, without waiting; returns whether anything moved, and at most one task to run.
-      receiver: its callbacks are called: ``tick`` about every ``tick_seconds``, and ``fail`` when ``look`` has raised;
-        no thread looks for messages after that.
+      receiver: its ``tick`` is called about every ``tick_seconds``, and ``fail`` when ``look`` has raised; no thread
+        looks for messages after that.
       bell: wakes the threads.
       came: returns whether there is something that the last look has not found.
-      rings: returns whether all that this process has to look for rings.
+      rings: returns whether everything that this process has to look for rings.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Progress:
         self._baton, self._primary = threading.Lock(), threading.Lock()
         self._parking, self._needed = threading.Semaphore(0), threading.Semaphore(0)
         self._count = itertools.count()
-        # The threads that sleep, the latest last; each entry is removed once, by the waker or the thread.
+        # The sleeping threads, the latest last; each entry is removed once, by the waker or the thread.
         self._asleep: dict[concurrent.futures.Future[None], None] = {}
         self._free = self._parked = self._busy = 0
         self._counting = threading.Lock()
@@ -126,7 +126,7 @@ class Progress:
     # Waiting for an answer, on any thread.
 
     def wait(self, target: Awaited, deadline: float = math.inf) -> None:
-        """Return when the target is done, the deadline has passed, or a Ctrl-C has come that is put off."""
+        """See ``Transport.wait``."""
         called = False
         while not (target.done or self._stopped or interrupts.has_come() or time.monotonic() >= deadline):
             if self._baton.acquire(blocking=False):
@@ -153,10 +153,7 @@ class Progress:
                     self._receiver.run(task)
 
     def _sleep(self, target: Awaited, deadline: float) -> bool:
-        """Sleep while another thread looks, until an answer has come or this thread is woken to look, or shorter.
-
-        Returns whether it was woken to look.
-        """
+        """Sleep while another thread looks, at most until the answer is here; return whether to look now."""
         called: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._asleep[called] = None
         longest = INTERRUPT_SECONDS if threading.current_thread() is threading.main_thread() else threading.TIMEOUT_MAX
@@ -168,11 +165,9 @@ class Progress:
 
     def _wake(self) -> bool:
         """Wake the latest sleeper; return whether there was one."""
-        if not self._asleep:
-            return False
         try:
             called, _ = self._asleep.popitem()
-        except KeyError:  # the last sleeper has just left
+        except KeyError:
             return False
         called.set_result(None)
         return True
@@ -180,8 +175,7 @@ class Progress:
     def _give_back(self, *, often: bool) -> None:
         """Stop looking, and wake a sleeper to look, or the primary if messages have come since the last look.
 
-        Arguments:
-          often: the thread has looked just before, and so will look again soon: the primary leaves messages to it.
+        ``often``: this thread will look again soon, so the primary leaves messages to it.
         """
         if not often:
             self._bell.show(SERVES)
@@ -210,14 +204,14 @@ class Progress:
                     self._bell.show(WAITS)
                     self._bell.sleep(WAITS, longest, lambda: target.done or self._came())
                     self._bell.show(AWAKE)
-                else:  # not all that is to be looked for rings
+                else:
                     pause(min(nap(now - quiet_since), longest))
         self._answers.learn(time.monotonic() - start)
 
     # Serving threads.
 
     def _one_more(self) -> None:
-        """Let one more thread serve; the caller holds ``_counting``. Raises RuntimeError if none can be started."""
+        """Add a serving thread; the caller holds ``_counting``. Raises RuntimeError if none can be started."""
         if self._parked:
             self._parked -= 1
             self._parking.release()
@@ -232,12 +226,12 @@ class Progress:
             task = self._be_primary() if self._primary.acquire(blocking=False) else None
             if task is not None:
                 self._run_here(task)
-                del task  # it may hold a call's values
+                del task  # which may hold a call's values
             elif not self._stand_by():
                 return
 
     def _be_primary(self) -> Task | None:
-        """Look until there is a task to run, and return it; None if the transport is closed."""
+        """Look until there is a task to run, and return the task; None if the transport is closed."""
         try:
             while not self._stopped:
                 self._tick_if_due()
@@ -275,16 +269,12 @@ class Progress:
         if task is not None:
             self._calls.learn(self._last_message - self._last_end)
         elif not called:
-            self._sleep_until_tick(quiet_since)
+            longest = max(0.0, self._next_tick - time.monotonic())
+            if self._rings():
+                self._bell.sleep(SERVES, longest, self._came)
+            else:
+                pause(min(nap(now - quiet_since), longest))
         return task
-
-    def _sleep_until_tick(self, quiet_since: float) -> None:
-        now = time.monotonic()
-        longest = max(0.0, self._next_tick - now)
-        if self._rings():
-            self._bell.sleep(SERVES, longest, self._came)
-        else:
-            pause(min(nap(now - max(quiet_since, self._last_message)), longest))
 
     def _look_safely(self) -> tuple[bool, Task | None]:
         try:
@@ -308,15 +298,12 @@ class Progress:
                 log.exception("housekeeping of %s failed", self._name)
 
     def _leaves_to_run(self) -> bool:
-        """Leave the looking to another thread, started if need be; return False if there is none.
-
-        The next primary must count this thread as busy, and the other must not park meanwhile.
-        """
-        with self._counting:
+        """Leave the looking to another thread, started if need be; return False if there is none."""
+        with self._counting:  # the next primary must count this thread as busy, and the other must not park meanwhile
             if self._free < 2:
                 try:
                     self._one_more()
-                except RuntimeError:  # the pool says so, when it is handed a task
+                except RuntimeError:  # the pool logs it, when it is handed a task
                     return False
             self._free -= 1
             self._busy += 1

@@ -1,4 +1,4 @@
-"""The start of MPI in this process. This module does not import MPI: to import it starts it."""
+"""The start of MPI in this process. This module does not import MPI, since the import starts MPI."""
 
 import contextlib
 import faulthandler
@@ -23,13 +23,13 @@ def start(timeout: float, *, survive: bool) -> "MPIJob":
       WorldError: MPI cannot be used, does not find the other processes, or cannot survive the death of one.
     """
     process = launcher_env.place_taken_by()
-    if process is not None:  # a rank has started this one, with its own place in the environment: MPI would wait
+    if process is not None:  # a rank has started this one, with the rank's environment: MPI would wait
         raise errors.WorldError(
             f"init: this process was started by process {process}, which is rank {launcher_env.rank()} of the MPI job, "
-            "and a rank is one process. Leave calls to that process, or have the launcher start every process that "
-            "needs a place. A world of threads needs none: jdistgrad.spawn, jdistgrad.local_workers."
+            "and a rank is one process. Call init in that process only, or have the launcher start every rank. "
+            "Threads need no launcher: jdistgrad.spawn, jdistgrad.local_workers."
         )
-    if survive:  # let MPI start so that its end does not wait for dead ranks
+    if survive:  # MPI_Finalize would wait for dead ranks
         mpi4py = importlib.import_module("mpi4py")
         is_left_open = os.environ.get(launcher_env.LEFT_OPEN, "").lower() in ("0", "false", "no", "n", "off")
         if "mpi4py.MPI" in sys.modules and mpi4py.rc.finalize is not False and not is_left_open:
@@ -62,11 +62,10 @@ def mpi_starts_when_every_rank_has_called_init() -> Any:
 
 @contextlib.contextmanager
 def _ends_when_stuck(timeout: float) -> Iterator[None]:
-    """End the process when the block takes too long. MPI starts only when every rank starts it.
+    """End the process when the block takes too long.
 
-    If ranks have left without calling ``init``, MPI waits for them in C with the GIL held: only a thread outside of
-    Python can end that wait. Such a thread can only print a traceback, so the function that this traceback shows has a
-    name that explains the error.
+    If ranks have left without calling ``init``, MPI_Init waits for them in C with the GIL held: only a thread outside
+    of Python can end that wait. It can only print a traceback, which shows a function whose name explains the error.
     """
     if "mpi4py.MPI" not in sys.modules and timeout < math.inf:
         faulthandler.dump_traceback_later(timeout, exit=True)

@@ -1,10 +1,8 @@
-"""The transport over MPI: one duplicated communicator, and no blocking MPI call anywhere.
+"""The transport over MPI: one duplicated communicator, and no blocking MPI call, since Ctrl-C cannot end one.
 
 Callers send on their own threads (``MPI_THREAD_MULTIPLE``); ``mpi_progress`` decides which thread looks for messages.
-Nothing waits inside MPI, because Ctrl-C has no effect there.
-
-In a job that survives, the thread that looks for messages also looks for ranks that have died. Nothing is sent to them
-from then on; what was half sent or half received is dropped, but its memory is kept, since MPI may still use it.
+In a job that survives, that thread also looks for dead ranks. Nothing is sent to them from then on; half-finished
+transfers are dropped, but their memory is kept, since MPI may still use it.
 """
 
 import collections
@@ -25,41 +23,25 @@ from jdistgrad.wire.doorbell import SERVES, WAITS, Doorbell
 from jdistgrad.wire.memory import BufferPool, SharedMemory
 from jdistgrad.wire.message import ENCODED, Message, MessageType, Parcel
 from jdistgrad.wire.mpi_failures import Failures, failed, is_failure
-from jdistgrad.wire.mpi_process import chunks
 from jdistgrad.wire.mpi_progress import Progress
 from jdistgrad.wire.polling import SHORTEST, pause
 from jdistgrad.wire.transport import Receiver, Task, Transport
 
 FRAME_TAG = 0
+CHUNK = 1 << 30  # bytes: more than this overflows the int that MPI counts with
 AT_ONCE = 8  # messages in one look
 FLUSH_SECONDS = 5.0
 CHECK_SECONDS = 0.02  # how often to look for dead ranks where MPI raises no error of its own
 
 log = logging.getLogger("jdistgrad.wire")
 
-# Transports that were closed with transfers under way: MPI still uses their memory.
+# Closed transports with transfers under way: MPI still uses their memory.
 _abandoned: list["MPITransport"] = []
-
-# Communicators of worlds that this process has left, by world. Only all ranks together may free one, or none: Open MPI
-# stands still in a later split otherwise. Whether all have left in the same way is known when they meet again.
-worlds_left: dict[str, MPI.Intracomm] = {}
-
-
-def free_left(left: Sequence[Sequence[str]]) -> None:
-    """Free the communicators of the worlds that all ranks have left with their transfers done. All must call it.
-
-    Arguments:
-      left: by rank, the worlds in its ``worlds_left``.
-    """
-    for world in left[0]:
-        if all(world in of_rank for of_rank in left):
-            worlds_left[world].Free()
-    worlds_left.clear()
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Transfer:
-    """MPI requests under way and the memory they use. ``frame`` is set if they receive a frame's large pieces."""
+    """Active MPI requests and the memory they use. ``frame`` is set if they receive a frame's large pieces."""
 
     requests: list[MPI.Request]
     memory: Any
@@ -71,9 +53,8 @@ class MPITransport(Transport):
     """A transport between the ranks of a communicator, which no other code may use.
 
     Arguments:
-      world: the name of the world, the same on all ranks.
-      memory: shared with the other ranks of this machine; it knows that of all ranks. It is closed with the transport.
-      doorbell: wakes this rank, and the others; it has the addresses of all ranks. It is closed with the transport.
+      memory: shared with the other ranks of this machine, which it has met. Closed with the transport.
+      doorbell: wakes this rank, and the others, which it has met. Closed with the transport.
       failures: finds the ranks that die, if the others go on without them.
     """
 
@@ -82,12 +63,11 @@ class MPITransport(Transport):
     def __init__(
         self,
         comm: MPI.Intracomm,
-        world: str,
         memory: SharedMemory,
         doorbell: Doorbell,
         failures: Failures | None = None,
     ):
-        self.rank, self.size, self._world = comm.rank, comm.size, world
+        self.rank, self.size = comm.rank, comm.size
         self._comm, self._failures, self._next_check, self._doorbell = comm, failures, 0.0, doorbell
         self._memory, self._lost = memory, set[int]()
         self._dropped: list[Transfer] = []
@@ -119,11 +99,11 @@ class MPITransport(Transport):
     def _something_came(self) -> bool:
         """Return whether there is something to do that the last look did not find."""
         try:
-            # Open MPI fetches what has come after it has probed: only the next probe finds it.
+            # Open MPI 5 fetches what has come after it has probed: only the next probe finds that.
             probe = self._comm.Iprobe
             came = probe(MPI.ANY_SOURCE, FRAME_TAG) or probe(MPI.ANY_SOURCE, FRAME_TAG)
             return came or self._begun != self._begun_before_look
-        except MPI.Exception:  # of a death: the next look sees to it
+        except MPI.Exception:  # of a death: the next look handles it
             return True
 
     # Sending, on the caller's thread.
@@ -146,14 +126,13 @@ class MPITransport(Transport):
         frame = frames.WORD.pack(MessageType.WORD, identifier, scope) + word
         for peer in peers:
             try:
-                self._start(peer, frame, bells=WAITS)  # who comes later to the meeting looks then
+                self._start(peer, frame, bells=WAITS)  # a rank that comes later to the meeting looks then
             except errors.WorkerLostError:
                 continue
 
     def _start(
         self, peer: int, frame: bytes, bulk: Sequence[memoryview] = (), tag: int = 0, bells: int = WAITS | SERVES
     ) -> None:
-        """Start to send a frame, and the pieces that follow it; ring."""
         if self._closed:
             raise errors.WorldClosedError(f"the message to rank {peer} was not sent: this world has been shut down")
         if peer in self._lost:
@@ -162,11 +141,11 @@ class MPITransport(Transport):
         try:
             requests.append(self._comm.Isend([frame, MPI.BYTE], peer, FRAME_TAG))
             for piece in bulk:
-                requests += [self._comm.Isend([part, MPI.BYTE], peer, tag) for part in chunks(piece)]
+                requests += [self._comm.Isend([part, MPI.BYTE], peer, tag) for part in _chunks(piece)]
             if not MPI.Request.Testall(requests):
                 self._outgoing.append(Transfer(requests, (frame, bulk), peer))
                 self._begun += 1
-                self._doorbell.ring_own(WAITS | SERVES)  # whoever looks here now must look for its end, too
+                self._doorbell.ring_own(WAITS | SERVES)  # the looking thread must complete it
             self._doorbell.ring(peer, bells)
         except MPI.Exception as error:
             self._dropped.append(Transfer(requests, (frame, bulk), peer))
@@ -177,7 +156,7 @@ class MPITransport(Transport):
     def _is_lost(self, peer: int) -> errors.WorkerLostError:
         return errors.WorkerLostError(f"the worker of rank {peer} is lost: it was killed or ended", worker=peer)
 
-    # Ranks that have died. Any thread may call ``lose`` and ``kill``; the rest is for the one that looks for messages.
+    # Ranks that have died. Any thread may call ``lose`` and ``kill``; the rest is for the looking thread.
 
     def lose(self, peer: int) -> None:
         self._lost.add(peer)
@@ -185,11 +164,10 @@ class MPITransport(Transport):
         self._memory.lose(peer)
 
     def kill(self, peer: int) -> bool:
-        """Kill the process of a worker that stands still; return False if it is out of reach."""
         return self._failures is not None and self._failures.kill(peer)
 
     def _after_failure(self, error: MPI.Exception) -> None:
-        """Do without the ranks that have died, if this error comes from that. Raises otherwise."""
+        """Drop the dead ranks, if this error comes from their death. Raises otherwise."""
         if not is_failure(error):
             raise error
         if self._failures is not None:
@@ -216,7 +194,7 @@ class MPITransport(Transport):
     # Receiving, on whichever thread looks for messages.
 
     def _look(self) -> tuple[bool, Task | None]:
-        """Look for messages once, up to the first that brings a task; return whether anything moved, and the task."""
+        """Receive messages until one brings a task or none is left; return whether anything moved, and the task."""
         if self._failures is not None and time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + CHECK_SECONDS
             self._find_lost(self._failures)
@@ -237,8 +215,8 @@ class MPITransport(Transport):
             return False, None
 
     def _advance(self) -> tuple[bool, Task | None]:
-        """Complete what has been sent, and at most one transfer that arrives; return as ``_look`` does."""
-        moved = bool(self._incoming)  # they must be advanced without naps
+        """Complete the sends, and at most one transfer that arrives; return as ``_look`` does."""
+        moved = bool(self._incoming)  # which must be advanced without naps
         for transfer in self._outgoing.copy():  # sending threads append meanwhile
             if MPI.Request.Testall(transfer.requests):
                 self._outgoing.remove(transfer)
@@ -265,7 +243,7 @@ class MPITransport(Transport):
         return True, None
 
     def _frame_complete(self, source: int, data: bytearray) -> Task | None:
-        """Take a complete frame: deliver its message, or start to receive its large pieces."""
+        """Deliver a frame's message, or start to receive its large pieces."""
         if data[0] == MessageType.WORD:
             _, identifier, scope = frames.WORD.unpack_from(data)
             self._receiver.word(source, identifier, scope, bytes(data[frames.WORD.size :]))
@@ -274,23 +252,22 @@ class MPITransport(Transport):
         if not frame.places:
             return self._receive(frame.complete())
         bulk = []
-        missing = [k for k, piece in enumerate(frame.pieces) if piece is None]
-        for k, place in zip(missing, frame.places, strict=True):
+        for k, place in frame.places.items():
             if place:
                 frame.pieces[k] = self._memory.found(source, place, frame.lengths[k])
                 if frame.pieces[k] is None:
                     return None
             else:
                 frame.pieces[k] = self._pool.lease(frame.lengths[k])
-                bulk.append(frame.pieces[k])
+                bulk += _chunks(frame.pieces[k])
         if not bulk:
             return self._receive(frame.complete())
         arriving, tag = Transfer([], frame.pieces, source, frame), 1 + frame.number % self._tags
         try:
-            for part in (part for piece in bulk for part in chunks(piece)):
+            for part in bulk:
                 arriving.requests.append(self._comm.Irecv([part, MPI.BYTE], source, tag))
         except MPI.Exception:
-            self._dropped.append(arriving)  # MPI may still write to what it was given
+            self._dropped.append(arriving)  # MPI may still write to its memory
             raise
         self._incoming.append(arriving)
         self._doorbell.ring(source)
@@ -303,8 +280,7 @@ class MPITransport(Transport):
             task: Task | None = self._receiver.receive(message)
             return task
         except Exception:  # one invalid message must not keep the others from being delivered
-            text = "the worker of rank %d could make nothing of a %s from rank %d"
-            log.exception(text, self.rank, message.kind.name, message.source)
+            log.exception("rank %d could not handle a %s from rank %d", self.rank, message.kind.name, message.source)
             return None
 
     # The end.
@@ -319,8 +295,11 @@ class MPITransport(Transport):
         self._memory.close()
         if self._failures is not None:
             self._failures.close()
-            _abandoned.append(self)  # others may die meanwhile, and no rank may wait for them inside MPI
-        elif graceful:
-            worlds_left[self._world] = self._comm
-        elif self._incoming or self._outgoing or self._dropped:
-            _abandoned.append(self)
+        if self._failures is not None or self._incoming or self._outgoing or self._dropped:
+            _abandoned.append(self)  # the communicator is not freed either: all ranks would have to, in one order
+
+
+def _chunks(piece: memoryview) -> list[memoryview]:
+    """Return the parts in which MPI, which counts bytes in C ints, sends a piece of any length."""
+    view = memoryview(piece)
+    return [view[start : start + CHUNK] for start in range(0, view.nbytes, CHUNK)]

@@ -1,8 +1,9 @@
-"""Arrays of accelerators on their way through host memory: pinned memory, which the device reads and writes by itself.
+"""Copies of accelerators' arrays in pinned host memory, which the device reads and writes by itself.
 
 A copy to memory that is not pinned takes several times as long, and the process waits for it.
 """
 
+import contextlib
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,16 +16,12 @@ PINNED = "pinned_host"
 
 
 def is_far(device: Any) -> bool:
-    """Return whether a device's memory is not the host's."""
     return bool(device.platform != "cpu")
 
 
 @functools.lru_cache(maxsize=256)
 def in_pinned_memory(sharding: Any) -> Any:
-    """Return a sharding with the same device, but in pinned host memory.
-
-    Returns None for an array that lies in host memory, or on several devices, or on one without pinned memory.
-    """
+    """Return a sharding in the device's pinned host memory; None for host memory, several devices or no pinned one."""
     (device, *others) = sharding.device_set
     if others or not is_far(device) or sharding.memory_kind == PINNED:
         return None
@@ -34,7 +31,7 @@ def in_pinned_memory(sharding: Any) -> Any:
 
 
 def copies(arrays: Sequence[jax.Array]) -> list[jax.Array] | None:
-    """Begin to copy arrays to pinned host memory; None if one of them cannot be, or need not be, copied there."""
+    """Begin to copy arrays to pinned host memory; None if one of them cannot or need not be."""
     places = [in_pinned_memory(array.sharding) for array in arrays]
     if not places or None in places:
         return None
@@ -44,15 +41,15 @@ def copies(arrays: Sequence[jax.Array]) -> list[jax.Array] | None:
 
 
 class Copies:
-    """Copies of arrays in pinned host memory, all begun at once, so that the device is not waited for one by one."""
+    """Copies of the accelerators' arrays among some leaves, all begun at once."""
 
     def __init__(self, leaves: Iterable[Any]):
-        found = [
-            leaf
-            for leaf in leaves
-            if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and in_pinned_memory(leaf.sharding)
-        ]
-        # With the arrays themselves: another array could get the number of one that is gone.
+        found = []
+        with contextlib.suppress(RecursionError):  # nested too deeply: those arrays are copied one by one
+            for leaf in leaves:
+                if isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer):
+                    found += [leaf] if in_pinned_memory(leaf.sharding) else []
+        # With the arrays themselves: another array could get the id of one that is gone.
         self._by_id = {id(leaf): (leaf, copy) for leaf, copy in zip(found, copies(found) or (), strict=True)}
 
     def of(self, array: jax.Array) -> jax.Array:
@@ -61,24 +58,11 @@ class Copies:
 
 
 NONE = Copies(())
-
-
-def of_all(leaves: Iterable[Any]) -> Copies:
-    """Return copies of the arrays on accelerators among some leaves.
-
-    What contains itself, or is nested too deeply, has no leaves: its arrays are copied one by one.
-    """
-    try:
-        return Copies(leaves)
-    except RecursionError:
-        return NONE
-
-
-_accelerated: bool | None = None  # None: not known before JAX has opened its devices
+_accelerated: bool | None = None  # None: unknown before JAX has opened its devices
 
 
 def accelerated() -> bool:
-    """Return whether this process computes on accelerators. Devices are not opened to find out."""
+    """Return whether this process computes on accelerators, without opening devices."""
     global _accelerated
     if _accelerated is None and backends_are_initialized():
         _accelerated = any(map(is_far, jax.local_devices()))

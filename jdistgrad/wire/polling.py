@@ -1,8 +1,7 @@
-"""The pace of a thread that polls, where nobody rings a bell: ranks on other machines, and MPI's own operations.
+"""The pace of a thread that polls, where no bell rings: ranks on other machines, and MPI's own operations.
 
-At first it looks without pause: to wake up takes as long. Then it naps for a fixed share of the time in which nothing
-has happened, so an event after ``t`` quiet seconds is noticed at most ``t / SHARE`` late: 6 % of the time the other
-side took.
+At first it polls without pause: waking up takes as long. Then it naps for a fixed share of the quiet time, so an event
+after ``t`` quiet seconds is noticed at most ``t / SHARE`` late: 6 % of the time the other side took.
 """
 
 import ctypes
@@ -12,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-AT_ONCE = 200e-6  # for how long to look without pause
+AT_ONCE = 200e-6  # for how long to poll without pause
 SHORTEST = 20e-6
 LONGEST = 4e-3
 SHARE = 16
@@ -32,7 +31,7 @@ def pause(seconds: float) -> None:
 
 
 def wake_on_time() -> None:
-    """Have this thread woken when its sleeps end: Linux may add 50 us to each otherwise."""
+    """Have this thread woken when its sleeps end: Linux adds up to 50 us to each by default (prctl(2))."""
     if not getattr(_tuned, "done", False):
         _tuned.done = True
         if sys.platform == "linux":

@@ -1,4 +1,4 @@
-"""What transports do, which move messages without interpreting them, and what they call."""
+"""The interface of transports, which move messages without interpreting them, and of the worker that they call."""
 
 import concurrent.futures
 import dataclasses
@@ -12,8 +12,6 @@ from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
 from jdistgrad.wire.message import Message
 
 Task = Callable[[], None]
-
-
 Futures = Sequence[concurrent.futures.Future[Any]]
 
 _ending = threading.Lock()  # shared: a lock for each would cost more than it ever waits
@@ -21,7 +19,7 @@ _ending = threading.Lock()  # shared: a lock for each would cost more than it ev
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Ending:
-    """What ends when messages have come. A future is made only for a thread that sleeps meanwhile."""
+    """An event that messages complete. It makes a future only for a thread that sleeps meanwhile."""
 
     done: bool = dataclasses.field(default=False, init=False)
     _sleeper: InterruptibleFuture[None] | None = dataclasses.field(default=None, init=False)
@@ -41,7 +39,7 @@ class Ending:
 
 
 class FirstOf:
-    """The first of some futures that is done, to be waited for."""
+    """The event that the first of some futures is done."""
 
     def __init__(self, futures: Futures):
         self._futures = futures
@@ -56,15 +54,14 @@ class FirstOf:
 
 # What a thread waits for: it looks for messages until ``done``, or sleeps until one of the ``futures`` is done.
 Awaited = Ending | FirstOf
-
-
-Receiver = Any  # what a transport calls: a ``Worker``, of a layer above
+Receiver = Any  # the ``Worker``, of a layer above
 
 
 class Transport:
     """A transport of messages between the workers of one world.
 
-    Each writes the first four methods. The others do nothing where senders deliver, in one process.
+    Each implements ``start``, ``send``, ``wait`` and ``close``. The defaults of the others are for senders that deliver
+    by themselves, in one process.
     """
 
     rank: int
@@ -72,25 +69,22 @@ class Transport:
     hands_over: bool  # messages arrive as the very objects that were sent: nothing is encoded
 
     def start(self, receiver: Receiver) -> None:
-        """Begin to deliver messages. None is delivered before.
+        """Begin to deliver messages, by these methods of the receiver.
 
-        The transport calls the receiver. ``receive`` and ``tick`` must be quick, not wait, and not run users' code.
+        ``receive``, ``word`` and ``tick`` must be quick, not wait, and not run users' code.
 
         * ``word(source, id, scope, bytes)`` takes a word of a meeting, ``receive(message)`` a message. It returns work
           that cannot be done quickly as a task, which the transport must have run, or None.
-        * ``run(task)`` runs a task on some thread that may wait. ``enter_thread()`` prepares a thread of the transport,
-          before it runs tasks.
+        * ``run(task)`` runs a task on some thread that may wait. ``enter_thread()`` prepares a thread of the transport.
         * ``tick(now)`` does housekeeping; it is called some hundred times a second.
-        * ``fail(error)`` takes note that the transport is broken, ``lost(peer, why)`` that a worker has died.
+        * ``fail(error)`` notes that the transport is broken, ``lost(peer, why)`` that a worker has died.
         """
 
     def send(self, peer: int, message: Message) -> None:
-        """Send without waiting for delivery.
+        """Send without waiting for delivery. A message to the own worker is delivered as it is.
 
-        Unless the transport hands objects over, the body of a message to another worker that holds users' values
-        (``ENCODED``) is a parcel. The buffers of a parcel must not change until the message has been sent. Such
-        a transport itself pickles bodies of the other kinds, and unpickles them. Any transport delivers a message to
-        its own worker as it is, unencoded.
+        Unless the transport hands objects over, the body of a message that holds users' values (``ENCODED``) is a
+        parcel, whose buffers must not change until the message has been sent; the transport pickles other bodies.
 
         Raises:
           WorldClosedError: the transport is closed (over MPI).
@@ -99,12 +93,7 @@ class Transport:
         """
 
     def send_words(self, peers: Sequence[int], identifier: int, scope: int, word: bytes) -> None:
-        """Send a few bytes to several workers, but for those that are lost. Only where messages are encoded.
-
-        Raises:
-          WorldClosedError: the transport is closed.
-          WireError: it has failed.
-        """
+        """Send a few bytes to those workers that are not lost. Raises like ``send``. Only over MPI."""
 
     def wait_for(self, futures: Futures, timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed.
@@ -117,22 +106,19 @@ class Transport:
                 self.wait(target, math.inf if timeout is None else time.monotonic() + timeout)
 
     def wait(self, target: Awaited, deadline: float = math.inf) -> None:
-        """Return when the target is done, at the deadline, or when a Ctrl-C has come that the calling thread puts off.
-
-        It may return earlier.
-        """
+        """Return when the target is done, at the deadline, on a Ctrl-C that this thread defers, or earlier."""
 
     def wake(self) -> None:
-        """Let a thread that waits look whether it has its answer, which has not come by a message to it."""
+        """Let a waiting thread check its target, which was not completed by a message to it."""
 
     def close(self, *, graceful: bool) -> None:
-        """Finish the sends under way and stop. ``graceful``: every worker of the world closes now."""
+        """Finish the running sends and stop. ``graceful``: every worker of the world closes now."""
 
     def lose(self, peer: int) -> None:
         """Send nothing more to a worker that is lost, in a world that survives."""
 
     def kill(self, peer: int) -> bool:
-        """Kill the process of a worker that stands still, in a world that survives; return False if that cannot be."""
+        """Kill the process of a hanging worker, in a world that survives; return False if it is out of reach."""
         return False
 
     def look(self) -> None:

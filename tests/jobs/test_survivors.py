@@ -416,10 +416,10 @@ def test_a_rank_that_dies_while_the_ranks_meet_is_named_long_before_the_timeout(
     job = surviving_job(
         3,
         """
-        from jdistgrad.wire import mpi_process
+        from jdistgrad.wire.mpi_job import MPIJob
 
         if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
-            mpi_process.gather = lambda *args: die()
+            MPIJob.gather = lambda *args: die()
         jd.init(timeout=90)
         """,
     )
@@ -492,7 +492,7 @@ def test_a_job_that_was_not_started_to_survive_says_so(mpi_job):
                 print(error, flush=True)
         """,
     ).expect(
-        "init(survive=True): mpirun was not told that the job goes on without a rank that dies",
+        "init(survive=True): this job was not started to go on without a rank that dies",
         "jax.distributed ends all processes when one dies",
         status=None,
     )

@@ -195,7 +195,7 @@ def transport_of_all_ranks():
     bell = Doorbell(memory)
     memory.meet(comm.allgather(memory.address), comm.rank)
     bell.meet(comm.allgather(bell.address))
-    transport = MPITransport(comm, "test", memory, bell)
+    transport = MPITransport(comm, memory, bell)
     transport._receiver, transport._progress = received, types.SimpleNamespace()
     comm.Barrier()  # all have met, so each one's memory is known to be within reach
     yield transport, comm, received
