@@ -1,11 +1,10 @@
-"""The interface of the collectives, and what their derivatives are, the same for all implementations.
+"""The interface of the collectives, and their derivatives, the same for all implementations.
 
-A collective is differentiated as part of the *sum of all ranks' results*: every rank's use of its result counts. So the
-transpose of an allreduce is an allreduce of the cotangents; of a broadcast, their sum on the root; of an allgather, on
-each rank the sum of all ranks' cotangents of that rank's row. With ``J`` the operation on the inputs of all ranks
-together, ``<y, J x> = <J' y, x>`` summed over ranks. A loss that every rank computes alike is counted ``size`` times:
-differentiate ``loss / size``. Forward mode pushes the tangents of all ranks at once; a maximum or minimum has reverse
-mode only.
+A collective is differentiated as part of the *sum of all ranks' results*. So the transpose of an allreduce is an
+allreduce of the cotangents; of a broadcast, their sum on the root; of an allgather, on each rank the sum of all ranks'
+cotangents of that rank's row. With ``J`` the operation on the inputs of all ranks together, ``<y, J x> = <J' y, x>``
+summed over ranks. A loss that every rank computes alike is counted ``size`` times: differentiate ``loss / size``.
+Forward mode pushes the tangents of all ranks at once; a maximum or minimum has reverse mode only.
 """
 
 import abc
@@ -30,14 +29,14 @@ AnyOp = Literal["sum", "max", "min", "mean", "prod"]
 class Collectives(abc.ABC):
     """Operations that every rank of a group must call, in the same order, with the same shapes and dtypes.
 
-    The operations take concrete arrays as well as traced ones (in ``jit``, ``grad``, ``vmap``), and trees of arrays.
-    Where rows are exchanged, they are those along the first axis of each array.
+    The operations take trees of arrays, concrete or traced (in ``jit``, ``grad``, ``vmap``). Rows are along the first
+    axis of each array.
     """
 
     rank: Any
     size: int
     world_ranks: tuple[int, ...] | None = None  # of the group's workers, in its order; None on a mesh
-    has_room: bool = True  # whether overlap pays here
+    has_room: bool = True  # whether overlap pays
 
     def allreduce(self, tree: Any, op: AnyOp = "sum") -> Any:
         """Return the sum, mean, product, maximum or minimum over all ranks: the same result on all of them.
@@ -52,7 +51,7 @@ class Collectives(abc.ABC):
             if op == "prod":
                 return jnp.prod(self.gather_same(x), axis=0, dtype=x.dtype)
             if op == "mean":
-                wide = x.dtype  # the sums of whole numbers and of small floats may not fit the numbers' own dtype
+                wide = x.dtype  # sums of integers and of small floats may not fit their dtype
                 if jnp.issubdtype(wide, jnp.integer):
                     wide = jax.dtypes.canonicalize_dtype(float)
                 elif jnp.finfo(wide).maxexp < jnp.finfo(jnp.float32).maxexp:
@@ -99,7 +98,7 @@ class Collectives(abc.ABC):
         return jax.tree.map(gathered, arrays)
 
     def alltoall(self, tree: Any, splits: Sequence[int] | Sequence[Sequence[int]] | None = None) -> Any:
-        """Send a block of rows to each rank; return the blocks that the ranks have sent here, in their order.
+        """Send a block of rows to each rank; return the blocks from all ranks, in their order.
 
         Transpose: the blocks of cotangents go back.
 
@@ -120,7 +119,9 @@ class Collectives(abc.ABC):
 
     def _exchanged(self, tree: Any, splits: Any) -> Any:
         if not isinstance(self.rank, int):
-            raise CollectiveError("alltoall: all ranks of a mesh run one program, so blocks have one size: no splits")
+            raise CollectiveError(
+                "alltoall: the ranks of a mesh run one program, so blocks have one size. Omit splits."
+            )
         if np.shape(splits) not in ((self.size,), (self.size, self.size)):
             raise ValueError(
                 f"alltoall: splits has a number of rows for each of {self.size} ranks, or splits[sender][receiver] for "
@@ -156,7 +157,7 @@ class Collectives(abc.ABC):
         return _each(lambda x: self.perform("scan", _checked(x, "sum"), 1), tree)
 
     def exscan(self, tree: Any) -> Any:
-        """Return the sum over the ranks before this one: where its rows begin, of the ranks' numbers of rows.
+        """Return the sum over the ranks before this one; of numbers of rows, the offset of this rank's rows.
 
         Transpose: the sum over the ranks after this one.
         """
@@ -170,8 +171,8 @@ class Collectives(abc.ABC):
         zeros, or ``edge``. Transpose: the way back.
 
         Arguments:
-          edge: what ranks get to which no other sends: a tree like ``tree``, or one number for all of it. An array
-            of integers takes no float.
+          edge: the result of ranks to which no other sends: a tree like ``tree``, or one number for all leaves. Arrays
+            of integers take no float.
 
         Example:
           >>> left = everybody.shift(u[-1], wrap=False, edge=0.0)  # the last of the left neighbour's points
@@ -180,19 +181,19 @@ class Collectives(abc.ABC):
         if wrap and edge is not None:
             raise ValueError("shift: a ring has no edge. Use shift(..., wrap=False, edge=...), or leave edge out.")
         route = shifted(self.size, by, wrap=wrap)
-        if edge is None:
-            return _each(lambda x: self.perform("shift", to_jax(x), route), tree)
         edges = jax.tree.map(lambda _: edge, tree) if jnp.isscalar(edge) else edge
-        filling = jax.tree.map(_edge_of, tree, edges)
+        filling = None if edge is None else jax.tree.map(_edge_of, tree, edges)
         found = _each(lambda x: self.perform("shift", to_jax(x), route), tree)
+        if edge is None:
+            return found
         arrived = jnp.isin(self.rank, np.array([receiver for _, receiver in route.pairs], int))
         return jax.tree.map(functools.partial(jnp.where, arrived), found, filling)
 
     def permute(self, tree: Any, pairs: Iterable[tuple[int, int]]) -> Any:
         """Send from some ranks to others, as ``jax.lax.ppermute``; ranks to which no rank sends get zeros.
 
-        Transpose: the way back. All ranks call it with the same pairs, also those that neither send nor receive.
-        ``send`` and ``recv`` are for programs that differ from rank to rank.
+        Transpose: the way back. All ranks must call it with the same pairs. ``send`` and ``recv`` are for programs that
+        differ from rank to rank.
 
         Arguments:
           pairs: ``(sender, receiver)``; each rank is at most one pair's sender, and at most one's receiver.
@@ -204,15 +205,15 @@ class Collectives(abc.ABC):
         return _each(lambda x: self.perform("permute", to_jax(x), route), tree)
 
     def send(self, tree: Any, to: int, *, after: Any = None, tag: int = 0) -> jax.Array:
-        """Send arrays to a rank, which calls ``recv``; return 0.0, which depends on what was sent.
+        """Send arrays to a rank, which calls ``recv``; return 0.0, which depends on the arrays.
 
-        Only these two ranks take part, and nobody waits for the other to receive. The derivative of a loss that
-        contains what ``send`` returns waits for the cotangents, which the derivative of the other rank's loss sends.
-        Reverse mode of any order; under ``vmap`` both ranks must be; not under ``jax.checkpoint``.
+        Only these two ranks take part, and the sender does not wait. The derivative of a loss that contains the result
+        of ``send`` waits for the cotangents, which the derivative of the other rank's loss sends. Reverse mode of any
+        order; ``vmap`` must be used on both ranks; ``jax.checkpoint`` is not supported.
 
         Arguments:
-          after: in a loop (``lax.scan``), what changes from step to step, if the arrays do not depend on it.
-          tag: tells messages between the same ranks apart, if they are received in another order.
+          after: in a loop (``lax.scan``), a value that changes from step to step, if the arrays do not depend on one.
+          tag: distinguishes messages between the same ranks, if they are received in another order.
 
         Example:
           >>> loss = lambda params: ranks.send(jnp.tanh(x @ params), to=1)  # rank 0: its part of the loss is 0
@@ -224,14 +225,14 @@ class Collectives(abc.ABC):
 
         Arguments:
           like: arrays, or ``jax.ShapeDtypeStruct``, of the shapes and dtypes that are sent; under ``vmap``, arrays.
-          after: what this rank differentiates, its parameters for example: JAX sends cotangents back only from what
-            depends on it, and only if the loss depends on what was received. In a loop (``lax.scan``) also what changes
-            from step to step, the carry for example: JAX takes out of a differentiated loop what does not depend on it,
-            and the array would be received once. None: no derivative of what was sent is asked for, here or there.
+          after: the values that this rank differentiates, for example its parameters: cotangents are sent back only if
+            the result depends on them, and the loss on the result. In a loop (``lax.scan``) also a value that changes
+            from step to step, for example the carry: JAX hoists other values out of a differentiated loop, and the
+            array would be received once. None: neither rank differentiates the message.
           tag: the sender's.
 
         Raises:
-          MissingRanksError: nothing has come within the collectives' ``timeout``.
+          MissingRanksError: nothing has arrived within the collectives' ``timeout``.
           DisagreementError: other shapes or dtypes were sent.
 
         Example:
@@ -246,7 +247,7 @@ class Collectives(abc.ABC):
         return x
 
     def _of_all(self, mine: Any, remedy: str) -> list[Any]:
-        """Return what all ranks say of their rows, by rank. Raises ValueError if this cannot be known here."""
+        """Return all ranks' numbers of rows, by rank. Raises ValueError if they are unknown."""
         raise ValueError(f"a compiled program must know the numbers of rows of all ranks: {remedy}")
 
     def _checked_root(self, root: int) -> int:
@@ -263,18 +264,16 @@ class Collectives(abc.ABC):
         return self.allgather(x)
 
     def localize(self, x: Any) -> Any:
-        """Return a replicated value as this rank's own, so that its gradient is that of this rank's loss alone."""
+        """Return a replicated value as this rank's own, whose gradient is that of this rank's loss alone."""
         return x
 
     def is_summed(self, gradient: Any) -> bool:
         """Return whether JAX has already summed a cotangent over the ranks, as it may on a mesh."""
         return False
 
-    # What an implementation must have:
-
     @abc.abstractmethod
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        """Apply the operation of this name to an array, at once or as part of a compiled program, with its derivatives.
+        """Apply an operation to an array, concrete or traced, with its derivatives.
 
         Arguments:
           name: of a row of ``operations.OPERATIONS``, or "send" or "recv".
@@ -313,7 +312,7 @@ OF_PARALLEL = "A DataParallel has its own as an attribute: dp.collectives."
 
 
 def require_collectives(what: str, given: Any, remedy: str = OF_PARALLEL) -> None:
-    """Raise TypeError if what a user has given is no group of ranks."""
+    """Raise TypeError unless ``given`` is a group of ranks."""
     if not isinstance(given, Collectives):
         raise TypeError(
             f"{what}: collectives must be one of jd.collectives' MPI, Devices, Local, Mesh, not {given!r:.60}. {remedy}"
@@ -321,12 +320,12 @@ def require_collectives(what: str, given: Any, remedy: str = OF_PARALLEL) -> Non
 
 
 def _each(function: Callable[[Any], Any], tree: Any) -> Any:
-    """Return a tree with a function of each leaf. A reference is a leaf, and no array: the ranks send what is here."""
+    """Map a function over a tree. A reference is a leaf, so that the function raises for it."""
     return jax.tree.map(function, tree, is_leaf=is_elsewhere)
 
 
 def _edge_of(leaf: Any, edge: Any) -> jax.Array:
-    """Return what a rank gets in place of a leaf. Raises TypeError if the leaf's dtype cannot hold ``edge``."""
+    """Return ``edge`` as an array like a leaf. Raises TypeError if the leaf's dtype cannot hold it."""
     x = to_jax(leaf)
     if jnp.issubdtype(x.dtype, jnp.inexact):  # floats may be rounded to other floats
         holds = jnp.iscomplexobj(x) or not jnp.iscomplexobj(edge)
@@ -334,10 +333,9 @@ def _edge_of(leaf: Any, edge: Any) -> jax.Array:
         holds = jnp.result_type(x, edge) == x.dtype
     if not holds:
         kind = jnp.result_type(edge)
-        raise TypeError(f"shift: an edge of {kind} for an array of {x.dtype}, which would change it. Cast one of them.")
+        raise TypeError(f"shift: {x.dtype} arrays cannot hold an edge of {kind}. Cast one of them.")
     return jnp.broadcast_to(jnp.asarray(edge, x.dtype), x.shape)
 
 
 def _padded(x: jax.Array, count: int) -> jax.Array:
-    """Add rows of zeros up to this number of rows."""
     return jnp.pad(x, [(0, count - len(x)), *[(0, 0)] * (x.ndim - 1)])

@@ -1,6 +1,6 @@
-"""mpi4jax: collectives over MPI inside compiled programs, which do not call Python for each operation.
+"""mpi4jax: collectives over MPI inside compiled programs, without calling Python for each operation.
 
-On devices, mpi4jax gives MPI pointers to their memory: that is tried beforehand.
+On accelerators mpi4jax passes device pointers to MPI, which is tried beforehand.
 """
 
 import functools
@@ -8,7 +8,6 @@ import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,9 +16,8 @@ import numpy as np
 
 from jdistgrad import jaxprs
 from jdistgrad.collectives.operations import CHUNK, OPERATIONS, Route
-from jdistgrad.collectives.roll_call import agree, word_of
+from jdistgrad.collectives.roll_call import agree, announce
 from jdistgrad.collectives.spanning import Finish, Program
-from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.ffi.sites import Deferred
 from jdistgrad.leaves import as_jax_array
@@ -28,7 +26,7 @@ from jdistgrad.wire import launcher_env
 
 ROUTE_TAG = 31_074
 AT_ONCE = 100e-6  # seconds
-RUN = "allreduce", "broadcast", "allgather", "alltoall", "shift", "permute"  # the operations of mpi4jax
+RUN = "allreduce", "broadcast", "allgather", "alltoall", "shift", "permute"  # the operations that mpi4jax has
 MET = jax.ShapeDtypeStruct((), np.bool_)  # the result of a callback in which the ranks agree
 
 
@@ -49,8 +47,7 @@ def performed(all_: Any, name: str, x: jax.Array, how: Any) -> jax.Array:
     step = max(1, CHUNK // (flat.dtype.itemsize * (all_.size if name in ("allgather", "alltoall") else 1)))
     pieces = jnp.split(flat, list(range(step, flat.shape[1], step)), axis=1)
     found = [_run(all_, name, piece, how) for piece in pieces]
-    whole = found[0] if len(found) == 1 else jnp.concatenate(found, axis=-1)
-    return whole.reshape(shape).astype(x.dtype)
+    return jnp.concatenate(found, axis=-1).reshape(shape).astype(x.dtype)
 
 
 def _run(all_: Any, name: str, x: jax.Array, how: Any) -> jax.Array:
@@ -58,7 +55,6 @@ def _run(all_: Any, name: str, x: jax.Array, how: Any) -> jax.Array:
     from mpi4py import MPI as mpi  # noqa: N811
 
     comm = all_.engine.comm
-
     if name == "allgather":
         return mpi4jax.allgather(x, comm=comm)
     if name == "broadcast":
@@ -79,20 +75,20 @@ def _run(all_: Any, name: str, x: jax.Array, how: Any) -> jax.Array:
 # A section of a program begins with a meeting of the ranks, and counts as being inside MPI until it ends. The effect of
 # mpi4jax's operations keeps meetings and operations in the program's order.
 
-BY_MPI4JAX = "compiled {}, by mpi4jax"  # a rank with a GPU reduces in another way, and must not meet this one
+BY_MPI4JAX = "compiled {}, by mpi4jax"  # a rank that reduces otherwise (with a GPU) must not meet this one
 
 
 def meet(all_: Any, what: str, timeout: float) -> np.ndarray:
-    """Begin a section of a program that is not for CPUs; return the flag that its operations wait for."""
+    """Begin a section of a program that is not for CPUs; return the flag that its operations depend on."""
     agree(all_, BY_MPI4JAX.format(what), timeout)
     return np.ones(MET.shape, MET.dtype)
 
 
 def enter(all_: Any, what: str, timeout: float) -> Deferred | None:
-    """Begin a section. Ranks that are in step meet at once, which costs less than a wait on another thread."""
-    leave(all_)  # a program that failed did not end its section
+    """Begin a section. Synchronous ranks meet at once, which costs less than a wait on another thread."""
+    leave(all_)  # the section of a failed program
     text = BY_MPI4JAX.format(what)
-    meeting = all_.members.begin(word_of(all_, text), text)
+    meeting = announce(all_, text)
 
     def entered() -> None:
         agree(all_, text, timeout, meeting)
@@ -124,42 +120,32 @@ def in_order() -> Any:
 def _carrier(dtype: Any, how: Any) -> Any:
     """Return the dtype that carries another exactly through an operation of mpi4jax."""
     if how == "sum" and jnp.issubdtype(dtype, jnp.integer) and jnp.dtype(dtype).itemsize <= 2:
-        return jnp.int32  # MPI's sums of small integers stop at the largest instead of wrapping around
+        return jnp.int32  # Open MPI 5's sums of small integers saturate
     if jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize <= 2:
         return jnp.float32
     return jnp.int8 if jnp.dtype(dtype) == jnp.bool else carrier(dtype)
 
 
-# Arrays reduced where they lie.
-
+# Arrays reduced in device memory.
 
 TRIAL_SECONDS = 60.0
-WHAT = "a send of a device array, tried in a process of its own,"
+WHAT = "a send of a device array, tried in a separate process,"
 USES_CUDA_MPI = "MPI4JAX_USE_CUDA_MPI"
 
-# A send to itself, with the buffers of a program on JAX's default device. An MPI that cannot read their memory crashes.
+# A send of device memory to the same process. An MPI that does not take device pointers crashes.
 TRIAL = """
 import jax, jax.numpy as jnp, mpi4jax
 from mpi4py import MPI
 x = jnp.arange(1 << 20, dtype=jnp.float32)
 y = jax.jit(lambda x: mpi4jax.sendrecv(x, x, 0, 0, comm=MPI.COMM_SELF))(x)
 if not (x == y).all():
-    raise ValueError("other numbers came than were sent")
+    raise ValueError("received other numbers than were sent")
 """
 
 
-def require_support(reasons: Sequence[str]) -> None:
-    """Raise CollectiveError if some rank has a reason why its arrays cannot be reduced where they lie."""
-    for rank, reason in enumerate(reasons):
-        if reason:
-            raise CollectiveError(
-                f"MPI(on_device=True): rank {rank}: {reason} Without on_device=True gradients go through host memory."
-            )
-
-
 def rank_program(all_: Any, closed: Any, finish: Finish, what: str) -> Program:
-    """Return a program of this rank's arrays, ``closed``, that ends with reductions over all ranks, ``finish``."""
-    # Constants are arguments, not copied into the compiled code; a copy, since the program may change them later.
+    """Return a program of this rank alone, ``closed``, that ends with reductions over all ranks, ``finish``."""
+    # Constants are arguments, not part of the compiled code; copied, since the user's program may change them.
     constants, first = [as_jax_array(const) for const in closed.consts], len(closed.jaxpr.invars)
 
     def run(constants: list[Any], leaves: list[Any]) -> tuple[list[Any], jax.Array]:
@@ -167,10 +153,8 @@ def rank_program(all_: Any, closed: Any, finish: Finish, what: str) -> Program:
         with all_.section(what) as inside:
             return finish(inside, results, *leaves[first:]), jnp.zeros((), jnp.int8)
 
-    def arguments(leaves: Sequence[Any]) -> list[Any]:
-        return [constants, list(leaves)]
-
-    return Program(jax.jit(run), arguments, list, compiled_at_once=True)  # the ranks' programs may differ
+    # The ranks' programs may differ, so each compiles at once.
+    return Program(jax.jit(run), lambda leaves: [constants, list(leaves)], list, compiled_at_once=True)
 
 
 def has_mpi4jax() -> bool:
@@ -179,7 +163,7 @@ def has_mpi4jax() -> bool:
 
 @functools.cache
 def refusal() -> str:
-    """Return why mpi4jax cannot reduce arrays where they lie; "" if it can."""
+    """Return why mpi4jax cannot reduce in device memory; "" if it can."""
     if not has_mpi4jax():
         return "mpi4jax is not installed: see docs/how-to/clusters.md."
     try:
@@ -189,17 +173,14 @@ def refusal() -> str:
     if jax.default_backend() == "cpu":
         return ""
     if jax.default_backend() not in ("gpu", "cuda") or not mpi4jax.has_cuda_support():
-        return "this build of mpi4jax has no part for these devices. Build it with CUDA_ROOT=<toolkit>."
+        return "this build of mpi4jax does not support these devices. Build it with CUDA_ROOT=<toolkit>."
     if os.environ.get(USES_CUDA_MPI, "").lower() not in ("1", "true", "on"):
         return f"mpi4jax copies through host memory. Set {USES_CUDA_MPI}=1, before jdistgrad is imported."
     return trial()
 
 
 def trial() -> str:
-    """Send an array in a process of its own; return what went wrong, or "".
-
-    An MPI that does not take device pointers crashes the process that gives it one.
-    """
+    """Send an array in a separate process, which may crash; return the reason of a failure, or ""."""
     settings, gpus = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}, opened_gpus()
     if gpus:
         settings["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -215,11 +196,9 @@ def trial() -> str:
     except subprocess.TimeoutExpired:
         return f"{WHAT} did not end within {TRIAL_SECONDS:g} s."
     if done.returncode > 0:
-        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return f"{WHAT} failed: {said}."
+        return f"{WHAT} failed: {(done.stderr.strip().splitlines() or ['it printed nothing'])[-1]}."
     if done.returncode:
         return (
-            f"{WHAT} ended with signal {-done.returncode}: this MPI does not take device pointers, or not these. Use "
-            "an MPI that is built with CUDA."
+            f"{WHAT} ended with signal {-done.returncode}: this MPI takes no device pointers. Use one built with CUDA."
         )
     return ""

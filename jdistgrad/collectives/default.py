@@ -3,7 +3,7 @@
 import functools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -45,8 +45,8 @@ def of_this_world(
     for rank in range(worker.size) if chosen is None else chosen:
         if rank in worker.peers.lost:
             raise WorkerLostError(
-                f"{worker.peers.lost[rank]}, so it cannot take part in new collectives. Name the workers that are "
-                "left, on all of them: jd.collectives.of_this_world([...]).",
+                f"{worker.peers.lost[rank]}, so it cannot take part in new collectives. Name the remaining workers, "
+                "on all of them: jd.collectives.of_this_world([...]).",
                 worker=worker.directory.workers[rank],
             )
     made = Local(chosen) if world.is_local(worker) else _between_processes(chosen, checked_timeout(timeout))
@@ -54,7 +54,7 @@ def of_this_world(
 
 
 def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
-    """Return XLA's collectives where they pay, on accelerators that ``jax.distributed`` connects; else MPI's."""
+    """Return XLA's collectives on accelerators that ``jax.distributed`` connects; else MPI's."""
     comm = None if chosen is None else world.subset(chosen, timeout)
     if settings.collectives:
         named: dict[str, Callable[..., MPI]] = {
@@ -67,15 +67,15 @@ def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
         try:
             return Devices(comm, timeout=timeout)
         except UnusableDevicesError as error:  # on all ranks
-            log.warning("%s So gradients are averaged over MPI, in host memory.", error)
+            log.warning("%s Gradients are averaged over MPI, in host memory.", error)
     return MPI(comm, timeout=timeout)
 
 
 def able_to_go_on(collectives: HostCollectives) -> HostCollectives:
-    """Return a twin, which goes on without ranks that die if the world does. Every rank must call it."""
+    """Return a twin, which survives dead ranks if the world does. Every rank must call it."""
     if not (isinstance(collectives, MPI) and collectives.keeper().survives):
         return collectives.twin()
-    from jdistgrad.collectives.survivors import Survivors  # only where it is asked for
+    from jdistgrad.collectives.survivors import Survivors  # which imports mpi4py
 
     return Survivors(collectives)
 
@@ -100,8 +100,7 @@ def shared(timeout: float = TIMEOUT) -> HostCollectives:
     kept = current_worker().kept
     if "collectives" not in kept:
         kept["collectives"] = of_this_world(timeout=timeout).adjusted(timeout=TIMEOUT)
-    found: HostCollectives = kept["collectives"]
-    return found
+    return cast("HostCollectives", kept["collectives"])
 
 
 def barrier(*, timeout: float | None = None) -> None:
@@ -111,8 +110,8 @@ def barrier(*, timeout: float | None = None) -> None:
       timeout: seconds to wait; by default 300.
 
     Raises:
-      MissingRanksError: some workers did not come in time; the message names them. This world has no barrier any more,
-        since those workers may still come.
+      MissingRanksError: some workers did not come in time; the message names them. This world has no barrier from then
+        on, since those workers may still come.
       DisagreementError: a worker is in another collective instead.
     """
     seconds = TIMEOUT if timeout is None else checked_timeout(timeout)

@@ -1,4 +1,4 @@
-"""Descriptions of trees, on which the ranks must agree: path, shape and dtype of each leaf, and static parts."""
+"""Descriptions of trees, which must be equal on all ranks: path, shape and dtype of each leaf, and static parts."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
 
 
 def is_sparse(value: Any) -> bool:
-    """Return whether a value is a sparse array. Without the module, whose import is slow, there is none."""
+    """Return whether a value is a BCOO array, without the slow import of its module."""
     module = sys.modules.get("jax.experimental.sparse")
     return module is not None and isinstance(value, module.BCOO)
 
@@ -71,31 +71,28 @@ def describe(tree: Any, *, whole: bool = True) -> list[Leaf]:
 
 
 def refuse_sparse(tree: Any, what: str) -> None:
-    """Raise LeafError for a sparse array where only arrays with all their elements are reduced or stacked.
-
-    Its indices would be taken for numbers.
-    """
+    """Raise LeafError for a sparse array, whose indices would be reduced as numbers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_sparse):
         if is_sparse(leaf):
             raise LeafError(
-                f"{what}: {_spelled(path)} is a sparse array, {type(leaf).__name__}{list(leaf.shape)}, of which only "
-                "DataParallel's averages take the sum. Give x.todense().",
+                f"{what}: {_spelled(path)} is a sparse array, {type(leaf).__name__}{list(leaf.shape)}, which only "
+                "DataParallel's averages support. Pass x.todense().",
                 path=_spelled(path),
             )
 
 
 def is_elsewhere(value: Any) -> bool:
-    """Return whether a value is a reference, or the gradient of one: JAX sees only what stands for the value."""
+    """Return whether a value is a reference, or the gradient of one, which JAX sees as a placeholder."""
     return isinstance(value, Elsewhere)
 
 
 def refuse_elsewhere(path: Any, leaf: Any) -> None:
-    """Raise LeafError for what is on another worker: ranks would reduce the numbers that stand for it."""
+    """Raise LeafError for a value on another worker: ranks would reduce its placeholder."""
     if is_elsewhere(leaf):
         raise LeafError(
-            f"{_spelled(path)} is {leaf}, expected an array or a number: what ranks reduce is here. Differentiate a "
-            "reference by jd.value_and_grad, and give DataParallel the gradients of arrays only; average gradients of "
-            "this worker's own values in their context, dp.average_in(ctx, [reference]).",
+            f"{_spelled(path)} is {leaf}, expected an array or a number of this worker. Differentiate a reference by "
+            "jd.value_and_grad, and pass DataParallel the gradients of arrays only; average gradients of this worker's "
+            "own values in their context, dp.average_in(ctx, [reference]).",
             path=_spelled(path),
         )
 
@@ -109,25 +106,24 @@ def require_inexact(leaves: Sequence[Leaf], what: str) -> None:
         if not jax.numpy.issubdtype(leaf.dtype, np.inexact):
             raise LeafError(
                 f"{what}: the leaf {leaf.path} is {leaf}, expected a floating or complex dtype: integers have no "
-                "gradient and no average. Keep them out of the tree (has_aux, optax.masked; of an equinox module by "
+                "gradient and no average. Keep them out of the tree (has_aux, optax.masked, for equinox modules "
                 "eqx.partition(model, eqx.is_inexact_array)), or cast them.",
                 path=leaf.path,
             )
 
 
-# Static parts: what the nodes of a tree hold beside their leaves, such as the activation of a module or its dropout
-# rate. JAX compiles them into the program, and gradients of different programs have the same shapes. Functions among
-# the leaves, such as the activations of an equinox module, count too.
-
+# Static parts: the data of a tree's nodes, such as a module's dropout rate, and functions among the leaves, such as the
+# activations of an equinox module. JAX compiles them into the program; gradients of different programs may have the
+# same shapes.
 
 CONTAINERS = (dict, list, tuple, collections.OrderedDict, collections.defaultdict, type(None))
-PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, enum.Enum)  # whose repr says all
+PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic, np.dtype, enum.Enum)  # whose repr is complete
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Enclosed:
-    """A function, say, as a node without leaves, so that JAX takes it for a part of the tree's structure."""
+    """A value, such as a function, as a node without leaves, so that it is part of the tree's structure."""
 
     value: Any
 
@@ -141,22 +137,25 @@ def enclosed(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: Enclosed(leaf) if callable(leaf) else leaf, tree)
 
 
-def is_enclosed(node: Any) -> bool:
-    return isinstance(node, Enclosed)
-
-
 def opened(tree: Any) -> Any:
-    """Return the tree that ``enclosed`` was given."""
-    return jax.tree.map(lambda node: node.value if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
+    """Undo ``enclosed``."""
+    return _replaced(tree, lambda node: node.value)
 
 
 def removed(tree: Any) -> Any:
-    """Return a tree with None for every enclosed function: a function has no gradient."""
-    return jax.tree.map(lambda node: None if is_enclosed(node) else node, tree, is_leaf=is_enclosed)
+    """Return a tree with None for every enclosed function: functions have no gradient."""
+    return _replaced(tree, lambda node: None)
+
+
+def _replaced(tree: Any, change: Callable[[Enclosed], Any]) -> Any:
+    def replaced(node: Any) -> Any:
+        return change(node) if isinstance(node, Enclosed) else node
+
+    return jax.tree.map(replaced, tree, is_leaf=lambda node: isinstance(node, Enclosed))
 
 
 def on_opened(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that takes arguments with enclosed functions, and encloses the functions in its result."""
+    """Return a function whose arguments and results have enclosed functions."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -167,9 +166,9 @@ def on_opened(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def static_parts(structure: Any) -> tuple[str, ...]:
-    """Spell the static parts of a tree's structure, in order: equal parts are spelled alike in every process.
+    """Return texts of the static parts of a tree's structure, equal for equal parts in every process.
 
-    Of a part that has no such spelling, the type is given. Keys are left out: paths of leaves have them.
+    Parts without such a text have that of their type. Keys are left out: paths of leaves have them.
     """
     if structure.node_data() is None:  # a leaf
         return ()

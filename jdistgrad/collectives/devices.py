@@ -1,4 +1,4 @@
-"""Collectives over the devices of processes: XLA's own (NCCL, ICI, gloo), after a meeting of the ranks over MPI."""
+"""Collectives over the devices of processes, by XLA (NCCL, ICI, gloo), after a meeting of the ranks over MPI."""
 
 import concurrent.futures
 import contextlib
@@ -41,16 +41,16 @@ class Devices(MPI):
 
     Each rank has one device: JAX's default device. The ranks meet over MPI before each program, so that a rank that is
     missing or does something else is named; then XLA reduces. ``jit`` compiles a function with its collectives into one
-    program over all devices, as ``DataParallel``'s steps are. Elsewhere inside ``jax.jit`` a program has this rank's
-    device only, and collectives go through host memory.
+    program over all devices, as ``DataParallel`` does with its steps. Elsewhere inside ``jax.jit`` a program has this
+    rank's device only, and collectives go through host memory.
 
-    A rank may have several devices: a loss's arguments may be divided over them, and are averaged gradients that all of
-    them hold whole. Other arrays must lie on the rank's device.
+    A rank may have several devices: a loss's arguments may be sharded over them, and replicated gradients are averaged.
+    Other arrays must be on the rank's device.
 
     Arguments:
       comm: an mpi4py communicator; default ``MPI.COMM_WORLD``. ``jax.distributed`` must run in its ranks:
         ``jd.init(devices=True)``.
-      timeout: seconds to wait for the slowest rank, in the making and later.
+      timeout: seconds to wait for the slowest rank, now and later.
 
     Example:
       >>> dp = jd.DataParallel(jd.collectives.Devices())
@@ -62,8 +62,8 @@ class Devices(MPI):
     def __init__(self, comm: Any = None, *, timeout: float = TIMEOUT):
         super().__init__(comm, timeout=timeout)
         self.agree("new collectives over devices")
-        device, place = _of_this_rank()
-        places = self.gather_objects(place)
+        device = default_device()
+        places = self.gather_objects(_place_of(device))
         require_usable(places)
         self.span, self.device = Span(_mesh_of(places), device), device
         self.in_programs = Mesh(self.span.axis)
@@ -73,7 +73,7 @@ class Devices(MPI):
 
     @property
     def rank(self) -> Any:
-        """This rank; in a program over all devices, which is the same on all ranks, a traced number."""
+        """This rank; in a program over all devices a traced number."""
         return self.in_programs.rank if self.span is not None and self.span.is_traced else self._rank
 
     @rank.setter
@@ -100,13 +100,13 @@ class Devices(MPI):
             launches.give_up(launch)
             if self.size > 1:
                 traceback.print_exc()
-                end_job(launch, f"{what}: this rank has failed, and the others wait for it: {error}")
+                end_job(launch, f"{what}: this rank failed, and the others wait for it: {error}")
             raise
         return results
 
     def _compile(self, program: Program, what: str, key: Any) -> None:
         """Compile a new program on all ranks. If that fails on one, all raise an error."""
-        if key in self.span.compiled:  # on all ranks, even if this one has made the program anew
+        if key in self.span.compiled:  # on all ranks
             program.compile()
             return
         failure = None
@@ -124,7 +124,7 @@ class Devices(MPI):
     def _starter(self) -> Callable[[Callable[[Any], Any]], concurrent.futures.Future[Any]]:
         def start(operation: Callable[[Any], Any]) -> concurrent.futures.Future[Any]:
             future = concurrent.futures.Future[Any]()
-            try:  # at once, in the program's order: devices compute beside the program
+            try:  # at once: devices run asynchronously
                 future.set_result(operation(self))
             except Exception as error:
                 future.set_exception(error)
@@ -148,7 +148,7 @@ class Devices(MPI):
 
 
 class _Jitted:
-    """A function as programs over all devices, one for each form of its arguments."""
+    """A function as programs over all devices, one for each type of its arguments."""
 
     def __init__(self, all_: Devices, function: Callable[..., Any], donate_argnums: Sequence[int]):
         self._all, self._function, self._donated = all_, function, donate_argnums
@@ -166,7 +166,7 @@ class _Jitted:
             try:
                 self._all.agree(what)
             except DisagreementError as error:
-                remedy = "A number of the rank in a function, such as jd.rank(), and a device must be arguments of it."
+                remedy = "If the function uses a number of the rank, such as jd.rank(), make it an argument."
                 raise DisagreementError(f"{error} {remedy}", **vars(error)) from None
             results = self._all.dispatch(program, shared, what, leaves)
         return jax.tree.unflatten(structure, results)
@@ -178,7 +178,7 @@ class _Jitted:
         ends = [sum(counts[: k + 1]) for k in range(len(counts))]
         donated = [n for k in self._donated for n in range(ends[k] - counts[k], ends[k])]
         name = getattr(self._function, "__name__", "a function")
-        shapes = ", ".join(f"{jax.typeof(leaf).str_short()}" for leaf in leaves[:3])
+        shapes = ", ".join(jax.typeof(leaf).str_short() for leaf in leaves[:3])
         rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         what = f"{name} of {shapes}{rest} over all devices (program {jaxprs.digest(closed):016x})"
         return spanning_program(self._all.span, closed, leaves, list, donated), results, what
@@ -192,10 +192,7 @@ class UnusableDevicesError(CollectiveError):
 
 
 class Place(NamedTuple):
-    """A rank's device, as it tells the others.
-
-    ``processes``: how many processes this one is connected with. ``card``: the id of the GPU, or "" if it is unknown.
-    """
+    """A rank's device, for the others. ``processes``: of ``jax.distributed``; ``card``: the GPU's id, "" if unknown."""
 
     processes: int
     device: int
@@ -208,26 +205,18 @@ class Place(NamedTuple):
         return f"{self.kind} ({self.platform}) on {self.host}"
 
 
-def _of_this_rank() -> tuple[jax.Device, Place]:
-    """Return the device that this rank computes on, and what it tells the others of it."""
-    device = default_device()
+def _place_of(device: jax.Device) -> Place:
     card = "" if device.platform == "cpu" else cuda_uuid(device.local_hardware_id or 0)
-    return device, Place(
-        jax.process_count(), device.id, device.platform, device.device_kind, socket.gethostname(), card
-    )
+    return Place(jax.process_count(), device.id, device.platform, device.device_kind, socket.gethostname(), card)
 
 
 def require_usable(places: Sequence[Place]) -> None:
-    """Raise UnusableDevicesError unless XLA's collectives can span the devices of these ranks.
-
-    Arguments:
-      places: the devices of all ranks, by rank.
-    """
+    """Raise UnusableDevicesError unless XLA's collectives can span the ranks' devices."""
     alone = [rank for rank, place in enumerate(places) if place.processes < len(places)]
     if alone:
         raise UnusableDevicesError(
             f"Devices: ranks {alone} of {len(places)} see only their own devices, so XLA's collectives do not reach "
-            "the others. Call jd.init(devices=True), on every rank, before the first array; or start jax.distributed."
+            "the others. Call jd.init(devices=True) on every rank before the first array, or start jax.distributed."
         )
     kinds = {(place.platform, place.kind): rank for rank, place in reversed(list(enumerate(places)))}
     if len(kinds) > 1:
@@ -238,22 +227,17 @@ def require_usable(places: Sequence[Place]) -> None:
         )
     owners: dict[tuple[str, str], int] = {}
     for rank, place in enumerate(places):
-        if not place.card:
-            continue
-        owner = owners.setdefault((place.host, place.card), rank)
+        owner = owners.setdefault((place.host, place.card), rank) if place.card else rank
         if owner != rank:
             raise UnusableDevicesError(
-                f"Devices: ranks {owner} and {rank} share a GPU of {place.host} ({place.card}), which NCCL refuses. "
-                "Give each rank its own (CUDA_VISIBLE_DEVICES, or as many ranks on a node as it has GPUs), or use "
-                "collectives.MPI."
+                f"Devices: ranks {owner} and {rank} share a GPU of {place.host} ({place.card}), which NCCL does not "
+                "support. Give each rank a GPU (CUDA_VISIBLE_DEVICES, or as many ranks on a node as it has GPUs), or "
+                "use collectives.MPI."
             )
 
 
 def _mesh_of(places: Sequence[Place]) -> jax.sharding.Mesh:
-    """Return the mesh of the ranks' devices, in the order of the ranks.
-
-    The name of its axis is different for each group: JAX keeps traces of functions by such names.
-    """
+    """Return the mesh of the ranks' devices. Each group's axis has another name: JAX caches traces by axis names."""
     devices = {device.id: device for device in jax.devices(places[0].platform)}
     numbers = ",".join(str(place.device) for place in places)
     axis = f"jdistgrad_ranks_{hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()}"

@@ -1,9 +1,12 @@
 """Engines that run operations on arrays in host memory: by threads of one process, and by MPI.
 
-An engine has one method that runs a row of the table. It is for one thread at a time, on all ranks in the same order.
+An engine is for one thread at a time, on all ranks in the same order. These are its methods:
+
+* ``run`` returns what this rank gets, of contiguous memory, which some operations overwrite and return.
+* ``again`` returns an engine of the same ranks over another channel; ``free`` frees the channel. Every rank must call
+  them.
 """
 
-import abc
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -23,29 +26,7 @@ SUMMED = 2 << 20  # bytes, see ``OverMPI._reduce_scatter``
 MOVES = 1000  # the tag of letters along routes: users' tags are smaller
 
 
-class Engine(abc.ABC):
-    """Runs operations among the members of a group, on arrays in host memory."""
-
-    members: Members
-
-    @abc.abstractmethod
-    def run(self, name: str, memory: np.ndarray, how: Any, timeout: float) -> np.ndarray:
-        """Return what this rank gets.
-
-        Arguments:
-          memory: contiguous. Operations that overwrite return it.
-        """
-
-    @abc.abstractmethod
-    def again(self, timeout: float) -> "Engine":
-        """Return an engine of the same ranks over a channel of its own. Every rank must call it."""
-
-    @abc.abstractmethod
-    def free(self) -> None:
-        """Give back what the channel holds. Every rank must call it."""
-
-
-class Threads(Engine):
+class Threads:
     """Runs operations of threads, which read each other's arrays."""
 
     def __init__(self, members: Members):
@@ -79,11 +60,10 @@ class Threads(Engine):
         return memory
 
 
-class OverMPI(Engine):
+class OverMPI:
     """Runs operations over an MPI communicator that nothing else uses.
 
-    Arguments:
-      interrupt: ends an operation on all ranks, if they go on without those that have died.
+    ``interrupt``: ends an operation on all ranks, if they go on without dead ranks.
     """
 
     def __init__(self, comm: Any, members: Members, interrupt: Callable[[], None] | None = None):
@@ -99,15 +79,13 @@ class OverMPI(Engine):
         self.members.close()
 
     def block(self, what: str, *, may_leave: bool = False) -> WatchedBlock:
-        """Return a block of an operation on this communicator, for the watchdog. Its errors name who is lost."""
-
-        def explain(error: Exception) -> None:
-            raise_lost(error, self.members.ranks, what, patient=self.interrupt is None)
-
+        """Return a watched block for an operation on this communicator. Its errors name the lost rank."""
         self._turn += 1
         entry = CollectiveEntry(what, ("in MPI", self.members.name), self._turn, may_leave)
-        modes: Any = {"blocking": True, "interrupt": self.interrupt, "explain": explain}
-        return WatchedBlock(self.members.worker, entry, self.members.ranks, **modes)
+        explain = functools.partial(raise_lost, ranks=self.members.ranks, what=what, patient=self.interrupt is None)
+        return WatchedBlock(
+            self.members.worker, entry, self.members.ranks, blocking=True, interrupt=self.interrupt, explain=explain
+        )
 
     def run(self, name: str, memory: np.ndarray, how: Any, timeout: float) -> np.ndarray:
         what = described(name, memory, how)
@@ -151,7 +129,7 @@ class OverMPI(Engine):
         return everybody.reshape(-1).view(memory.dtype).reshape(OPERATIONS[name].shape(memory.shape, size))
 
     def _reduce_scatter(self, memory: np.ndarray) -> np.ndarray:
-        """Exchange and add a little at a time, which stays in a core's cache; MPI's own reduce-scatter takes longer."""
+        """Exchange and add pieces that fit a core's cache: faster than Open MPI 5's reduce-scatter."""
         size = self.members.size
         rows = memory.reshape(size, -1)
         total = empty((rows.shape[1],), memory.dtype)
@@ -166,7 +144,6 @@ class OverMPI(Engine):
         return total.reshape(len(memory) // size, *memory.shape[1:])
 
     def _move(self, memory: np.ndarray, route: Route, what: str, timeout: float) -> np.ndarray:
-        """Send a letter along the route, and take the one that comes."""
         (target, source), here = route.ends(self.members.rank), self.members.rank
         if target is not None and target != here:
             self.members.send(target, MOVES, memory.reshape(-1).view(np.uint8))
@@ -178,11 +155,11 @@ class OverMPI(Engine):
 
 
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
-    """Return memory, its MPI type and the operation: also for dtypes without such a type (bfloat16, 8-bit floats)."""
+    """Return memory, an MPI type and an operation, also for dtypes that MPI lacks (bfloat16, 8-bit floats)."""
     from mpi4py import MPI as mpi  # noqa: N811
 
     dtype = flat.dtype
-    small = dtype.kind in "iu" and dtype.itemsize <= 2  # Open MPI's sums of such numbers stop at the largest
+    small = dtype.kind in "iu" and dtype.itemsize <= 2  # Open MPI 5's sums of small integers saturate
     fits = not small if op == "sum" else dtype.kind != "f"  # MPI's maximum of NaN depends on the rank that holds it
     if dtype.num < EXTENSIONS_FROM and dtype.char in mpi._typedict:
         own = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[op]
@@ -193,10 +170,7 @@ def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:
 
 @functools.cache
 def _custom_op(dtype: np.dtype, op: str) -> Any:
-    """Create an MPI operation on a NumPy dtype.
-
-    Sending 16-bit floats as they are takes half the bytes of sending 32 bits, but rounds after each addition.
-    """
+    """Create an MPI operation on a NumPy dtype. 16-bit floats are sent in half the bytes, but round after each sum."""
     from mpi4py import MPI as mpi  # noqa: N811
 
     combine, wide = COMBINE[op], np.float32 if dtype.itemsize <= 2 and dtype.kind not in "iu" else dtype

@@ -1,4 +1,4 @@
-"""Groups of processes or threads, which meet, agree on each operation, and reduce in host memory; those of threads."""
+"""Groups of processes or threads that agree on each operation and reduce in host memory; groups of threads."""
 
 import concurrent.futures
 import contextlib
@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import io_callback
 
 from jdistgrad.collectives.base import Collectives
-from jdistgrad.collectives.engines import Engine, Threads
+from jdistgrad.collectives.engines import OverMPI, Threads
 from jdistgrad.collectives.host_arrays import copied, like
 from jdistgrad.collectives.in_turn import InTurn
 from jdistgrad.collectives.operations import OPERATIONS, collective_p, described
@@ -34,18 +34,24 @@ T = TypeVar("T")
 TIMEOUT = 300.0
 SENDS_NOTHING = (
     "For each recv, and each derivative of a send, the other rank has to send: what it received must depend on what it "
-    "differentiates (recv's after=), and what send and recv returned must be part of the losses."
+    "differentiates (recv's after=), and the results of send and recv must be part of the losses."
 )
 
 
 class HostCollectives(Collectives):
-    """Collectives on host memory, which Python can also call on concrete arrays."""
+    """Collectives on host memory, which Python can also call on concrete arrays.
 
-    engine: Engine
+    A group that survives may go on without dead ranks, once its ranks have voted (``survivors``: such groups have
+    ``vote``, ``has_lost_after``, ``without_lost`` and ``explain``).
+    """
+
+    engine: OverMPI | Threads
     timeout: float = TIMEOUT
     meets_in_programs: bool = True  # whether ranks meet before the operations of compiled programs
-    refusal: CollectiveError | None = None  # why these collectives refuse further use, if they do
-    _beside: Any = None  # starts operations beside the program
+    refusal: CollectiveError | None = None  # the error of further use, once the group is closed
+    survives: bool = False
+    voting: bool = False  # whether the ranks vote on an MPI error now
+    _start: Any = None  # starts operations beside the program
     _closed: bool = False
     _of_programs: Any = None  # the group over the channel of compiled programs, if they have one
 
@@ -58,20 +64,17 @@ class HostCollectives(Collectives):
         return self.members.ranks
 
     def keeper(self) -> Worker:
-        """Return the worker that keeps what steps over these collectives need, as long as its world exists.
-
-        Raises its world's error, or WorldClosedError, once that has failed or closed.
-        """
+        """Return the group's worker. Raises its world's error, or WorldClosedError, once that has failed or closed."""
         return cast("Worker", self.members.worker)
 
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         return collective_p.bind(x, by=self, name=name, how=how)
 
-    # On concrete arrays, after an agreement: without it a mistake would give wrong sums.
+    # On concrete arrays, after an agreement: a mistake would give wrong sums.
 
     def eager(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         if isinstance(how, Peer):
-            finish_programs()  # what they send and receive comes before
+            finish_programs()  # whose messages come first
             memory = self.on_host(name, x, how)
         else:
             text = described(name, x, how)
@@ -82,27 +85,26 @@ class HostCollectives(Collectives):
         return jnp.asarray(memory) if recut or name == "send" else like(memory, x)
 
     def on_host(self, name: str, x: Any, how: Any) -> np.ndarray:
-        """Return the operation of this name applied to a concrete array, in new memory."""
+        """Apply an operation to a concrete array, in new memory."""
         if isinstance(how, Peer):
             return _carried(self, name, np.asarray(x), how)
         memory = copied(x) if OPERATIONS[name].overwrites else np.ascontiguousarray(x).reshape(np.shape(x))
         return self.run(name, memory, how)
 
     def run(self, name: str, memory: np.ndarray, how: Any = None) -> np.ndarray:
-        """Run an operation that all ranks have agreed on, on contiguous memory, which some overwrite."""
+        """Run an operation that all ranks have agreed on, on contiguous memory, which some operations overwrite."""
         return self.engine.run(name, memory, how, self.timeout)
 
-    # Objects, and the group itself.
+    # Objects, and the group.
 
     def allgather_object(self, value: Any) -> list[Any]:
         """Return the picklable objects of all ranks, by rank. Every rank must call it."""
         return self._gathered("a gather of objects", value)
 
     def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """Return the root's picklable object. Every rank must call it; what the others pass is not used."""
+        """Return the root's picklable object. Every rank must call it; the others' values are ignored."""
         root = self._checked_root(root)
-        text = f"a broadcast of an object from rank {root}"
-        return self._gathered(text, value if self.rank == root else None)[root]
+        return self._gathered(f"a broadcast of an object from rank {root}", value if self.rank == root else None)[root]
 
     def _gathered(self, text: str, value: Any) -> list[Any]:
         own = trees.steady(value)
@@ -121,39 +123,37 @@ class HostCollectives(Collectives):
     def start(self, operation: Callable[["HostCollectives"], T]) -> concurrent.futures.Future[T]:
         """Start an operation beside the program; return a future of its result.
 
-        Every rank must start the same operations in the same order. They run one after another, on a thread and a
-        channel of their own. The first start makes these, and waits until all ranks have come. NumPy arrays that the
-        operation reads must not change before its result is there.
+        Every rank must start the same operations in the same order. They run one after another, on a separate thread
+        and channel, which the first start creates on all ranks. NumPy arrays that the operation reads must not change
+        before its result is there.
 
         Example:
           >>> everybody = jd.collectives.of_this_world()
           >>> handle = everybody.start(lambda c: c.allreduce(jnp.ones(3)))
           >>> total = handle.result()
         """
-        if self._beside is None:
+        if self._start is None:
             self.agree("the first start of an operation beside the program")
-            self._beside = self._starter()
-        future: concurrent.futures.Future[T] = self._beside(operation)
-        return future
+            self._start = self._starter()
+        return cast("concurrent.futures.Future[T]", self._start(operation))
 
     def _starter(self) -> Callable[[Callable[[Any], Any]], concurrent.futures.Future[Any]]:
-        """Return what starts operations."""
         turns, twin = InTurn(), self.twin()
         return lambda operation: turns.submit(operation, twin)
 
     def close(self) -> None:
-        """Give up this group: its channels are freed, and it refuses further use. Every rank must call it."""
+        """Free the group's channels; further use raises CollectiveError. Every rank must call it."""
         if self._closed:
             return
         jax.effects_barrier()  # programs that were dispatched may still need the channels
         self.agree("the end of these collectives")
         self._closed = True
-        if self._beside is not None:
-            self._beside(lambda beside: beside.close()).result()
+        if self._start is not None:
+            self._start(lambda twin: twin.close()).result()
         for group in (self, self._of_programs):
             if group is not None:
                 group.engine.free()
-        self.refusal = CollectiveError(f"{self!r} has been closed. Make new collectives.")
+        self.refusal = CollectiveError(f"{self!r} has been closed. Create new collectives.")
         (self._of_programs or self).refusal = self.refusal
 
     def __enter__(self) -> Self:
@@ -174,10 +174,7 @@ class HostCollectives(Collectives):
 
     @contextlib.contextmanager
     def section(self, what: str) -> Iterator["HostCollectives"]:
-        """Trace a block of operations that the ranks agree on once, before the first; yield collectives for the block.
-
-        Sections are not nested: the yielded collectives do not agree again and open none.
-        """
+        """Trace a block of operations that the ranks agree on once; yield collectives that do not agree again."""
         if not self.meets_in_programs or self.size == 1:
             yield self
             return
@@ -194,48 +191,39 @@ class HostCollectives(Collectives):
         yield quiet
 
     def adjusted(self, **settings: Any) -> Self:
-        """Return a group with other settings, over the same channels."""
+        """Return a copy of the group with other settings, over the same channels."""
         other = copy.copy(self)
         vars(other).update(settings)
         return other
 
     def traced(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
-        """Apply the operation of this name to a tracer."""
+        """Apply an operation to a tracer."""
         if isinstance(how, Peer):
             return HostCollectives.compiled(self, name, x, how)
         with self.section(described(name, x, how)) as all_:
             return all_.compiled(name, x, how)
 
     def twin(self) -> Self:
-        """Return the same group over a channel of its own. Every rank must call it."""
+        """Return the same group over a new channel. Every rank must call it."""
         if self.refusal is not None:
             raise self.refusal
         return self._over(self.engine.again(self.timeout))
 
-    def _over(self, engine: Engine) -> Self:
-        """Return a group like this one, over another engine."""
-        return self.adjusted(engine=engine, refusal=None, _beside=None)
-
-    # In a world that survives a group may go on without ranks that die, once its ranks have voted (``survivors``, whose
-    # groups have ``vote``, ``has_lost_after``, ``without_lost`` and ``explain``).
-
-    survives: bool = False
-    voting: bool = False  # whether an error of MPI is one that the ranks vote on now
-
-    # The others then count as ranks of the group as it was made:
+    def _over(self, engine: OverMPI | Threads) -> Self:
+        return self.adjusted(engine=engine, refusal=None, _start=None)
 
     def place_of(self, rank: int) -> int:
-        """Return the place, in the group as it is now, of a rank of the group as it was made."""
+        """Convert a rank of the original group to one of the group of survivors."""
         return rank
 
     def rank_at(self, place: int) -> int:
-        """Return the rank, in the group as it was made, at a place in the group as it is now."""
+        """Convert a rank of the group of survivors to one of the original group."""
         return place
 
-    # Inside jit. Here programs call Python for each operation; an implementation may have a way of its own.
+    # Inside jit, where programs call Python for each operation.
 
     def compiled(self, name: str, x: jax.Array, how: Any) -> jax.Array:
-        """Apply the operation of this name to a tracer, inside a section."""
+        """Apply an operation to a tracer, inside a section."""
         result = jax.ShapeDtypeStruct(x.shape, x.dtype)
         if name == "send":
             result = jax.ShapeDtypeStruct((), np.float32)
@@ -253,14 +241,11 @@ class HostCollectives(Collectives):
 
 
 def _carried(all_: Any, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
-    """Send an array; or return the next one that a rank sends, which must be described by the same words.
-
-    Arguments:
-      all_: the collectives, with ``members`` and ``refusal``.
+    """Send an array; or return the next array from a rank, which must have the same description.
 
     Raises:
       MissingRanksError: no array has come in time.
-      DisagreementError: it is described by other words. The array is lost.
+      DisagreementError: the array, which is dropped, has another description.
       WorkerLostError: the sender is lost.
     """
     if all_.refusal is not None:
@@ -278,8 +263,8 @@ def _carried(all_: Any, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
     if sent != words:
         raise DisagreementError(
             f"recv from {peer}: expected {words}, but rank {peer.rank} sent {sent}. recv(like, ...) takes arrays, "
-            "or jax.ShapeDtypeStruct, of the shapes and dtypes that are sent, in the same order. Where one rank "
-            "differentiates, the other has to.",
+            "or jax.ShapeDtypeStruct, of the shapes and dtypes that are sent, in the same order. If one rank "
+            "differentiates, the other must too.",
             rank=peer.rank,
         )
     found: np.ndarray = octets.view(x.dtype).reshape(x.shape)
@@ -289,7 +274,7 @@ def _carried(all_: Any, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
 class Local(HostCollectives):
     """Collectives with workers of the current local world as ranks.
 
-    Every worker must make its ``Local`` objects in the same order: the k-th of each belong together.
+    Every worker must create its ``Local`` objects in the same order: the k-th of each belong together.
 
     Arguments:
       workers: the world ranks of the participants; default all.
@@ -299,8 +284,7 @@ class Local(HostCollectives):
         worker = current_worker()
         if not is_local(worker):
             raise CollectiveError(
-                f"collectives of threads, made by {worker.info}: this world's workers are processes, and none would "
-                f"meet another one. {FOR_ANY_WORLD}"
+                f"collectives of threads, created by {worker.info}: this world's workers are processes. {FOR_ANY_WORLD}"
             )
         self.engine = Threads(Members(worker, range(worker.size) if workers is None else workers))
         self.rank, self.size = self.members.rank, self.members.size

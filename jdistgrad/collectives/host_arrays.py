@@ -1,15 +1,14 @@
 """Conversion of leaves of any kind to host memory, and back."""
 
-import contextlib
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 
-from jdistgrad._compat import settings_of_results, trace_state_clean
+from jdistgrad._compat import trace_state_clean
 from jdistgrad.errors import LeafError
 from jdistgrad.leaves import LeafSpec, is_key, plain
 from jdistgrad.rpc.traced_hook import staging
@@ -23,9 +22,8 @@ _warm, _leasing = BufferPool(idle_limit=1 << 28), threading.Lock()
 def refuse_keys(leaf: Any) -> None:
     if is_key(leaf):
         raise LeafError(
-            f"{leaf.dtype}{list(leaf.shape)} are random keys, expected numbers. Give their data, "
-            "jax.random.key_data(keys), and make keys of what arrives, jax.random.wrap_key_data(data). "
-            "DataParallel.broadcast takes keys as they are."
+            f"{leaf.dtype}{list(leaf.shape)} are random keys, expected numbers. Pass jax.random.key_data(keys), and "
+            "apply jax.random.wrap_key_data to the result. DataParallel.broadcast takes keys as they are."
         )
 
 
@@ -52,11 +50,11 @@ def to_host(leaf: Any) -> np.ndarray:
 
 
 def to_jax(leaf: Any) -> jax.Array:
-    """Return a leaf as an array of JAX's.
+    """Return a leaf as a JAX array.
 
     Raises:
-      OverflowError: an integer does not fit into JAX's dtype. JAX itself refuses Python's, and wraps NumPy's around.
-      LeafError: it holds random keys.
+      OverflowError: an integer does not fit into JAX's dtype. JAX itself raises for Python's, and wraps NumPy's around.
+      LeafError: the leaf holds random keys.
     """
     refuse_keys(leaf)
     array = jax.numpy.asarray(leaf)
@@ -69,7 +67,7 @@ def to_jax(leaf: Any) -> jax.Array:
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """Return new memory; if it is large, memory that was used before, since fresh pages cost more than a copy."""
+    """Return new memory; large memory is reused, since fresh pages cost more than a copy."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     if nbytes < WARM_FROM:
         return np.empty(shape, dtype)
@@ -85,10 +83,7 @@ def copied(x: Any) -> np.ndarray:
 
 
 def like(memory: np.ndarray, leaf: Any) -> Any:
-    """Return memory as a value of a leaf's kind: a number, or an array of its dtype on its device (committed if it is).
-
-    The memory is the array's from now on.
-    """
+    """Return memory as a value like a leaf: a number, or an array of its dtype and sharding, which owns the memory."""
     if type(leaf) in NUMBERS:
         return type(leaf)(memory.item())
     if is_key(leaf):
@@ -103,14 +98,3 @@ def any_traced(tree: Any) -> bool:
     if trace_state_clean():
         return False
     return staging() or any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
-
-
-@contextlib.contextmanager
-def as_set(chosen: tuple[bool, Any, Any]) -> Iterator[None]:
-    """Open a block in which this thread has the settings of another."""
-    if chosen == settings_of_results():
-        yield
-        return
-    x64, precision, device = chosen
-    with jax.enable_x64(x64), jax.default_matmul_precision(precision), jax.default_device(device):
-        yield

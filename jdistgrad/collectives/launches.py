@@ -1,6 +1,6 @@
-"""The programs over the devices of all ranks that are under way, and the end of the job if one does not end.
+"""Running programs over the devices of all ranks; the job is aborted if one does not end.
 
-Nothing can be called off inside such a program. A rank that hangs in one keeps all others waiting there, silently.
+Such a program cannot be cancelled: a rank that hangs in one keeps all others waiting there, silently.
 """
 
 import atexit
@@ -22,15 +22,15 @@ from jdistgrad.threads import join_soon, started
 
 LOOK_SECONDS = 0.25
 END_SECONDS = 1e-3
-GRACE_SECONDS = 3.0  # every rank says what it knows before the first of them ends the job
+GRACE_SECONDS = 3.0  # every rank prints what it knows before the first aborts the job
 
 
 @dataclasses.dataclass(eq=False)
 class Launch:
     """A program that this rank has begun.
 
-    ``inputs``: weak references to arrays that this rank may still be computing: that time does not count. ``done``: an
-    array that is ready when the program has ended.
+    ``inputs``: weak references to arrays that this rank may still be computing, which does not count as waiting.
+    ``done``: an array that is ready when the program has ended.
     """
 
     what: str
@@ -40,6 +40,7 @@ class Launch:
     inputs: Sequence[Callable[[], Any]] = ()
     done: Any = None
 
+    @property
     def has_ended(self) -> bool:
         return self.done is not None and bool(self.done.is_ready())
 
@@ -59,7 +60,7 @@ def _is_awaited(array: Any) -> bool:
 
 
 class Launches:
-    """The programs of this process that are under way, in the order of their dispatch. They end in this order too."""
+    """The running programs of this process, in the order of their dispatch, in which they also end."""
 
     def __init__(self) -> None:
         self._launches: collections.deque[Launch] = collections.deque()
@@ -68,7 +69,7 @@ class Launches:
         self._thread: threading.Thread | None = None
 
     def begin(self, what: str, block: WatchedBlock, inputs: Iterable[Any], timeout: float) -> Launch:
-        """Note a program before it is dispatched. Raises if a rank is lost already."""
+        """Register a program before its dispatch. Raises if a rank is lost already."""
         self._drop_ended()
         block.__enter__()
         limit = timeout if block.has_others else math.inf
@@ -83,16 +84,16 @@ class Launches:
         return launch
 
     def end(self) -> None:
-        """Wait for the programs under way, and end the thread: inside JAX it would abort the ending process."""
+        """Wait for the running programs, and end the thread: inside JAX it would abort the exiting process."""
         assert self._thread is not None
-        while any(one.done is not None and not one.has_ended() for one in self._launches.copy()):
+        while any(one.done is not None and not one.has_ended for one in self._launches.copy()):
             time.sleep(END_SECONDS)
         self._over.set()
         self._any.set()
         join_soon([self._thread])
 
     def give_up(self, launch: Launch) -> None:
-        """Forget a program that was not dispatched."""
+        """Unregister a program that was not dispatched."""
         with self._lock:
             self._launches.remove(launch)
         launch.block.__exit__()
@@ -100,7 +101,7 @@ class Launches:
     def _drop_ended(self) -> None:
         while True:
             with self._lock:
-                if not self._launches or not self._launches[0].has_ended():
+                if not self._launches or not self._launches[0].has_ended:
                     return
                 launch = self._launches.popleft()
                 if self._launches:  # the program before has ended
@@ -108,7 +109,7 @@ class Launches:
             launch.block.__exit__()
             try:
                 launch.done.block_until_ready()
-            except jax.errors.JaxRuntimeError as error:  # the other ranks wait in it for ever
+            except jax.errors.JaxRuntimeError as error:  # the other ranks wait for ever
                 if launch.block.has_others:
                     end_job(launch, f"{launch.what}, a program over the devices of all ranks, failed: {error}")
 
@@ -123,16 +124,15 @@ class Launches:
                 continue
             who, what = first.block.worker.info, first.what
             text = f"{who} has waited {first.timeout:g} s for {what}, a program over all devices. "
-            with contextlib.suppress(Exception):  # nobody reads, or answers, any more
+            with contextlib.suppress(Exception):  # nobody reads or answers
                 print(f"jdistgrad: {text}{first.block.unfinished()}", file=sys.stderr, flush=True)
             time.sleep(GRACE_SECONDS)
-            if not first.has_ended():
+            if not first.has_ended:
                 end_job(first, f"{first.what} did not end within {first.timeout:g} s")
             first.timeout = math.inf
 
 
 def end_job(launch: Launch, cause: str) -> None:
-    """End the job: the other participants cannot be reached otherwise."""
     worker = launch.block.worker
     worker.end_job(f"{worker.info}: {cause}")
 

@@ -1,4 +1,4 @@
-"""Collectives over the devices along a mesh axis, inside ``jax.shard_map``: XLA's own."""
+"""Collectives over the devices along a mesh axis, inside ``jax.shard_map``, by XLA."""
 
 import logging
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class Mesh(Collectives):
     """Collectives with the devices along one or several mesh axes as ranks.
 
     Derivatives are those of ``lax.psum`` and its relatives. Under ``check_vma=False``, and wherever a rank's loss is
-    typed as varying over the axis, they are those of the other collectives: of the sum of all ranks' losses.
+    typed as varying over the axis, they are as in other collectives: of the sum of all ranks' losses.
 
     Arguments:
       axis_name: the axis of the mesh, as given to ``jax.shard_map`` or ``jax.pmap``.
@@ -35,8 +35,8 @@ class Mesh(Collectives):
         worker = find_worker()
         if worker is not None and worker.survives and jax.distributed.is_initialized():
             log.warning(
-                "%r: a mesh over several processes does not go on without one that dies: jax.distributed ends all of "
-                "them. Steps over MPI that are called from Python go on.",
+                "%r: a mesh over several processes does not survive the death of one: jax.distributed ends all of "
+                "them. Steps over MPI that are called from Python survive.",
                 self,
             )
 
@@ -51,9 +51,9 @@ class Mesh(Collectives):
     def size(self) -> int:  # type: ignore[override]
         return self._within(lax.axis_size)
 
-    def _within(self, question: Any) -> Any:
+    def _within(self, query: Any) -> Any:
         try:
-            return question(self.axis_name)
+            return query(self.axis_name)
         except NameError as error:
             raise CollectiveError(
                 f"{self!r}: there is no mesh axis of that name here. Call it inside jax.shard_map over that axis."
@@ -74,7 +74,7 @@ class Mesh(Collectives):
             return lax.psum(kept.astype(jnp.int8), axis).astype(bool) if x.dtype == bool else lax.psum(kept, axis)
         if name == "alltoall":
             return lax.all_to_all(x, axis, 0, 0, tiled=True)
-        if name == "reduce_scatter":  # XLA refuses blocks without rows
+        if name == "reduce_scatter":  # XLA does not support blocks without rows
             return lax.psum_scatter(x, axis, scatter_dimension=0, tiled=True) if x.size else x[: len(x) // self.size]
         if isinstance(how, Route):
             return lax.ppermute(x, *self._in_order_of_mesh(how.pairs))
@@ -107,7 +107,6 @@ class Mesh(Collectives):
         return lax.psum(rows, self.axis_name).astype(x.dtype)
 
     def localize(self, x: jax.Array) -> jax.Array:
-        """Return a replicated value as this rank's own, so that its gradient is that of this rank's loss alone."""
         axes = [axis for axis in self._axes if axis not in self._varying(x)] if self._typed() else []
         return lax.pcast(x, tuple(axes), to="varying") if axes else x
 
@@ -124,7 +123,7 @@ class Mesh(Collectives):
 
 
 def _carrier(dtype: Any) -> Any:
-    """Return the dtype in which the devices exchange arrays of a dtype that XLA packs, or that has no zero."""
+    """Return the dtype in which devices exchange arrays of a dtype that XLA packs, or that has no zero."""
     if jnp.issubdtype(dtype, jax.dtypes.extended):
         return dtype
     return jnp.dtype(jnp.float32 if dtype == jnp.float8_e8m0fnu else carrier(dtype))

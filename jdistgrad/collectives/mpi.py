@@ -13,7 +13,7 @@ from jax.experimental import io_callback
 from jdistgrad.collectives import by_mpi4jax, world
 from jdistgrad.collectives.base import Collectives
 from jdistgrad.collectives.by_mpi4jax import MET
-from jdistgrad.collectives.engines import Engine, OverMPI
+from jdistgrad.collectives.engines import OverMPI
 from jdistgrad.collectives.host import TIMEOUT, HostCollectives
 from jdistgrad.collectives.operations import described
 from jdistgrad.collectives.send_recv import Peer
@@ -28,23 +28,23 @@ from jdistgrad.threads import usable_cores
 
 
 class MPI(HostCollectives):
-    """Collectives over a duplicate of an MPI communicator. Every rank of the communicator must make one.
+    """Collectives over a duplicate of an MPI communicator. Every rank of the communicator must create one.
 
-    On CPUs where mpi4jax is installed, compiled programs reduce through it, without calling Python for each operation.
+    On CPUs where mpi4jax is installed, compiled programs reduce through mpi4jax, without calling Python.
 
     Arguments:
-      comm: an mpi4py communicator; default ``MPI.COMM_WORLD``, which is refused where the workers are threads.
-      on_device: reduce arrays where they lie, by mpi4jax in compiled programs, steps of ``DataParallel`` and operations
-        called from Python included. On GPUs the MPI must take pointers to their memory: that is tried, in a process of
-        its own, and refused with the reason. Otherwise arrays of GPUs go through pinned host memory.
-      timeout: seconds to wait for the slowest rank, in the making and later.
+      comm: an mpi4py communicator; default ``MPI.COMM_WORLD``, which raises where the workers are threads.
+      on_device: reduce arrays in their devices' memory, by mpi4jax in compiled programs, also in steps of
+        ``DataParallel`` and in operations called from Python. On GPUs this needs an MPI that takes device pointers,
+        which is tried in a separate process. Otherwise arrays of GPUs go through pinned host memory.
+      timeout: seconds to wait for the slowest rank, now and later.
     """
 
     device: jax.Device | None = None  # that arrays are reduced on; None: in host memory
     span: Span | None = None  # of the devices that programs span; None: programs are of one rank
-    inside: WatchedBlock | None = None  # of a section that a compiled program is in
+    inside: WatchedBlock | None = None  # of the section that a compiled program is in
     engine: OverMPI
-    _met: Any = None  # in a section of a program that is not for CPUs: a flag that is there once the ranks have met
+    _met: Any = None  # in a section of a program that is not for CPUs: a flag that depends on the meeting
 
     def __init__(self, comm: Any = None, *, on_device: bool = False, timeout: float = TIMEOUT):
         whole = _checked(comm)
@@ -63,7 +63,12 @@ class MPI(HostCollectives):
         if on_device:
             self.device = default_device()
             self.agree("new collectives over MPI on devices")
-            by_mpi4jax.require_support(self.gather_objects(by_mpi4jax.refusal()))
+            for rank, reason in enumerate(self.gather_objects(by_mpi4jax.refusal())):
+                if reason:
+                    raise CollectiveError(
+                        f"MPI(on_device=True): rank {rank}: {reason} Without on_device=True gradients go through host "
+                        "memory."
+                    )
 
     def __repr__(self) -> str:
         return f"MPI(rank={self.rank}, size={self.size}{'' if self.device is None else ', on_device=True'})"
@@ -73,7 +78,7 @@ class MPI(HostCollectives):
         other._of_programs = other._over(other.engine.again(self.timeout))
         return other
 
-    def _over(self, engine: Engine) -> Self:
+    def _over(self, engine: Any) -> Self:
         return super()._over(engine).adjusted(inside=None, _programs={})
 
     # Inside jit, by mpi4jax where it is installed.
@@ -81,7 +86,7 @@ class MPI(HostCollectives):
     def perform(self, name: str, x: jax.Array, how: Any = None) -> jax.Array:
         if self._met is None:
             return super().perform(name, x, how)
-        # The flag is a value of the trace that the section is in; the operation may be traced in another.
+        # The flag belongs to the section's trace; the operation may be traced in another.
         return self.adjusted(_met=None).perform(name, self._after_meeting(x), how)
 
     def _after_meeting(self, x: jax.Array) -> jax.Array:
@@ -95,15 +100,14 @@ class MPI(HostCollectives):
     def effect(self) -> Any:
         return by_mpi4jax.in_order() if self._by_mpi4jax else super().effect()
 
-    def section(self, what: str) -> Any:
-        if not self._by_mpi4jax or not self.meets_in_programs or self.size == 1:
-            return super().section(what)
-        return self._section_by_mpi4jax(what)
-
     @contextlib.contextmanager
-    def _section_by_mpi4jax(self, what: str) -> Iterator["MPI"]:
+    def section(self, what: str) -> Iterator[HostCollectives]:
+        if not self._by_mpi4jax or not self.meets_in_programs or self.size == 1:
+            with super().section(what) as inside:
+                yield inside
+            return
         quiet, channel, timeout = self.adjusted(meets_in_programs=False), self._of_programs, self.timeout
-        if not on_cpus():  # operations of the section use the flag, so they wait for the agreement
+        if not on_cpus():  # operations of the section depend on the flag, so they wait for the agreement
             quiet._met = io_callback(lambda: by_mpi4jax.meet(channel, what, timeout), MET, ordered=True)
             yield quiet
             return
@@ -131,7 +135,7 @@ class MPI(HostCollectives):
             return where_it_was(self.dispatch(self._programs[key], shared, what, [x])[0], before)
 
     def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
-        """Return a program of a jaxpr, and of what ``finish`` makes of its results with collectives."""
+        """Return a program of a jaxpr, whose results ``finish`` reduces."""
         return by_mpi4jax.rank_program(self, closed, finish, what)
 
     def dispatch(
@@ -139,15 +143,14 @@ class MPI(HostCollectives):
     ) -> list[jax.Array]:
         """Run a program that all ranks have agreed on; return its results for this rank.
 
-        Arguments:
-          shared: the arguments of the program, made of ``inputs``.
-          key: the same on all ranks, and for equal programs only; default ``what``.
+        ``shared``: the program's arguments, made of ``inputs``. ``key``: equal on all ranks, and for equal programs
+        only; default ``what``.
         """
         return program.launch(shared)[0]
 
 
 def _checked(comm: Any) -> Any:
-    """Return the communicator that collectives are made of. Raises CollectiveError if there is none for them."""
+    """Return the communicator for new collectives. Raises CollectiveError if there is none."""
     try:
         from mpi4py import MPI as mpi  # noqa: N811
     except ImportError as error:
@@ -158,9 +161,8 @@ def _checked(comm: Any) -> Any:
     worker = current_worker()
     if comm is None and mpi.COMM_WORLD.size == 1 and worker.shares_process:
         raise CollectiveError(
-            f"collectives of processes, made by {worker.info}: the {worker.size} workers of this world are "
-            "threads of one process, which is one rank of MPI, so each of them would reduce alone. "
-            f"{FOR_ANY_WORLD}"
+            f"collectives of processes, made by {worker.info}: the {worker.size} workers of this world are threads of "
+            f"one process, so each of them would reduce alone. {FOR_ANY_WORLD}"
         )
     whole: Any = mpi.COMM_WORLD if comm is None else comm
     if not isinstance(whole, mpi.Comm) or whole == mpi.COMM_NULL or whole.Is_inter():

@@ -1,8 +1,8 @@
-"""The table of operations, and the primitive as which JAX knows them: derivatives, behavior under vmap, lowering.
+"""The table of operations, and their JAX primitive: derivatives, batching, lowering.
 
 All operations but the maximum and the minimum are linear, so a row's transpose is all that JAX needs for derivatives of
 any order, in both modes, and in loops. A rank that does not use a result performs the transpose too, with zeros, since
-other ranks may use theirs; but JAX drops an operation without use where it differentiates a loop.
+other ranks may use theirs; but JAX drops unused operations where it differentiates a loop.
 
 An operation has the ordered effect of the group, so XLA runs operations, and their transposes, in the program's order.
 """
@@ -29,7 +29,6 @@ COMBINE: dict[str, Callable[..., Any]] = {"sum": np.add, "max": np.maximum, "min
 
 
 def widened(dtype: np.dtype) -> np.dtype:
-    """Return the dtype in which numbers are added: small floats in 32 bits."""
     return np.dtype(np.float32) if dtype.itemsize <= 2 and dtype.kind not in "iub" else dtype
 
 
@@ -50,14 +49,14 @@ class Row:
     """A row of the table.
 
     Arguments:
-      result: what a rank gets, of the arrays of all ranks, its own rank, and ``how``: what every engine returns. One
-        that has no way of its own for the operation gathers all arrays, and applies this.
-      transpose: the cotangent on this rank, of the group, the cotangent of the result, and ``how``.
-      shape: the result's, of the argument's and the number of ranks.
-      batch: where the axis of a batch stands, in the argument and in the result: second where rows are exchanged, or
-        arrays stacked.
+      result: from the arrays of all ranks, the own rank and ``how`` to the own result. An engine without an algorithm
+        for the operation gathers all arrays, and applies this.
+      transpose: from the group, the cotangent of the result and ``how`` to the own cotangent.
+      shape: from the argument's shape and the number of ranks to the result's.
+      batch: the place of a batch's axis, in the argument and in the result: second where rows are exchanged, or arrays
+        stacked.
       overwrites: whether the result is written over the argument, in host memory.
-      words: what ``how`` is, for messages.
+      words: ``how`` as text, for messages.
     """
 
     result: Callable[[Any, Any, Any], Any]
@@ -79,7 +78,7 @@ def _moved(parts: Sequence[Any], rank: int, route: "Route") -> Any:
 
 
 def _prefix_sum(parts: Any, rank: Any, step: int, *, inclusive: bool) -> Any:
-    """Return the sum over the ranks up to this one, in their order: of NumPy's arrays, or in a program of JAX's."""
+    """Return the sum over the ranks up to this one, in their order, of NumPy or JAX arrays."""
     xp, (first, *rest) = np if isinstance(parts[0], np.ndarray | np.generic) else jnp, range(len(parts))[::step]
     total = parts[first].astype(widened(parts[0].dtype))
     for place in rest:
@@ -143,15 +142,10 @@ def described(name: str, x: Any, how: Any) -> str:
     return f"{name} of {x.dtype}{list(x.shape)}" + OPERATIONS[name].words(how)
 
 
-# The primitive. Besides the rows of the table it has "send" and "recv", in which only two ranks take part.
+# The primitive. Besides the rows of the table it has "send" and "recv", in which only two ranks take part. ``by`` is
+# the group, with ``rank``, ``size``, ``perform``, ``eager`` and ``traced``.
 
 collective_p = Primitive("collective")
-
-
-def _at_once(x: jax.Array, *, by: Any, name: str, how: Any) -> jax.Array:
-    """Perform an operation. ``by``: it has ``rank``, ``size``, ``perform``, ``eager`` and ``traced``."""
-    found: jax.Array = by.eager(name, x, how)
-    return found
 
 
 def _in_program(x: jax.Array, *, by: Any, name: str, how: Any) -> jax.Array:
@@ -171,21 +165,20 @@ def _transpose(g: Any, _: Any, *, by: Any, name: str, how: Any) -> list[jax.Arra
 def _batched(args: Any, axes: Any, *, by: Any, name: str, how: Any) -> tuple[jax.Array, int]:
     """Apply one operation to the whole batch.
 
-    The batch's axis comes to the place that the row names: JAX has it wherever this rank's own program left it, and the
-    other ranks' programs may have left theirs elsewhere.
+    The batch's axis moves to the place that the row names: in the other ranks' programs it may be another one.
     """
     (x,), (axis,) = args, axes
     before, after = OPERATIONS[name].batch if name in OPERATIONS else (0, 0)
     found = by.perform(name, jnp.moveaxis(x, axis, before), how)
-    if name == "send":  # what it returns has no axis
+    if name == "send":  # which returns a scalar
         found = jnp.broadcast_to(found, (x.shape[axis],))
     return found, after
 
 
-collective_p.def_impl(_at_once)
+collective_p.def_impl(lambda x, by, name, how: by.eager(name, x, how))
 collective_p.def_effectful_abstract_eval(_shape)
 ad.deflinear2(collective_p, _transpose)
-ad.primitive_transposes[collective_p] = _transpose  # deflinear2's own omits it where the result is not used
+ad.primitive_transposes[collective_p] = _transpose  # deflinear2's rule skips unused results
 batching.primitive_batchers[collective_p] = _batched
 mlir.register_lowering(collective_p, mlir.lower_fun(_in_program, multiple_results=False))
 
@@ -195,10 +188,9 @@ mlir.register_lowering(collective_p, mlir.lower_fun(_in_program, multiple_result
 
 @dataclass(frozen=True)
 class Route:
-    """Pairs of a sender and its receiver. A rank is the sender of one pair at most, and the receiver of one at most.
+    """Pairs of a sender and its receiver; a rank occurs in each role once at most.
 
-    Attributes:
-      words: what the route is, as the ranks compare it; ``back``: the same of the way back.
+    ``words``: the route as text, which the ranks compare; ``back``: the text of the reverse.
     """
 
     pairs: tuple[tuple[int, int], ...]
@@ -227,7 +219,7 @@ def shifted(size: int, by: Any, *, wrap: bool) -> Route:
 
 
 def permuted(size: int, pairs: Iterable[Any]) -> Route:
-    """Return the route of pairs of a sender and its receiver. Raises ValueError if they are none."""
+    """Return the route of pairs of a sender and its receiver. Raises ValueError for invalid pairs."""
     pairs = list(pairs)
     for pair in pairs:
         ends = tuple(pair) if isinstance(pair, Iterable) else (pair,)
@@ -243,9 +235,9 @@ def permuted(size: int, pairs: Iterable[Any]) -> Route:
     return Route(found, f"along {list(found)}", f"back along {list(found)}")
 
 
-# The division by a number of ranks. XLA turns a division by a constant into a multiplication by its rounded reciprocal.
-# So that compiled code gets the bits that Python gets, it divides by what XLA cannot know, because it depends on the
-# array. A primitive of its own keeps the division linear for JAX.
+# The division by a number of ranks. XLA turns a division by a constant into a multiplication by its rounded reciprocal
+# (AlgebraicSimplifier). To get NumPy's bits, compiled code divides by a number that depends on the array. The primitive
+# keeps the division linear for JAX.
 
 divide_p = Primitive("divide_as_numpy")
 

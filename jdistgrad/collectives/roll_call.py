@@ -1,4 +1,4 @@
-"""The roll call: what the ranks tell each other before each collective, and what follows from it.
+"""The roll call: the words that ranks exchange before each collective, and errors if they do not match.
 
 A few dozen bytes from every rank, before any gradient moves, show that all ranks are there, at the same bucket of the
 same plan, in the same kind of ``join`` block, with finite gradients where ``check_finite`` is set, and which ranks have
@@ -20,19 +20,19 @@ _FORMAT = struct.Struct("<2i3qQ")
 class Act(enum.IntEnum):
     """The action that a rank announces."""
 
-    SHADOW = 0  # the rank has run out of inputs and does what the others do, with zeros
+    SHADOW = 0  # the rank has run out of inputs and follows the others, with zeros
     AGREE = 1
     REDUCE = 2
     USED = 3
     BROADCAST = 4
     VERIFY = 5
     OPERATE = 6  # a collective operation that is not the reducer's, in a hook for example
-    FAILED = 7  # the rank's step has failed, for a reason of its own
-    AVERAGE = 8  # gradients that were given to be averaged, not those of a step: usually accumulated ones
+    FAILED = 7  # the rank's step has failed
+    AVERAGE = 8  # gradients that the user passes to be averaged, usually accumulated ones
 
 
 class Joining(enum.IntEnum):
-    """The kind of ``join`` block a rank is in, which decides by how many ranks gradients are divided."""
+    """The kind of ``join`` block a rank is in, which determines the divisor of gradients."""
 
     NONE = 0  # in no block: divide by the number of all ranks
     BY_ALL = 1
@@ -48,9 +48,9 @@ class Roll(NamedTuple):
     """The word of a rank.
 
     Attributes:
-      number: the number that goes with the act: the bucket's, the root's rank, or how many parameters there are.
-      fault: 0, or 1 plus the place in its bucket of the first leaf that is not finite. Over devices, where this is
-        found out later, the digest of the rank's program.
+      number: the act's argument: the bucket, the root, or the number of parameters.
+      fault: 0, or 1 plus the place in its bucket of the first non-finite leaf. Over devices the digest of the rank's
+        program.
     """
 
     act: Act
@@ -90,8 +90,8 @@ class RollCall(NamedTuple):
 
     @property
     def divisor(self) -> int:
-        """The number of ranks that gradients are divided by."""
-        by_active = bool(self.active) and self.rolls[self.active[0]].joining is Joining.BY_ACTIVE
+        """The divisor of gradients."""
+        by_active = self.leader is not None and self.rolls[self.leader].joining is Joining.BY_ACTIVE
         return len(self.active) if by_active else len(self.rolls)
 
 
@@ -108,14 +108,14 @@ def read_words(words: Sequence[bytes]) -> RollCall:
 
     Raises:
       DisagreementError: ranks are in different kinds of ``join`` blocks; or the active ranks are not at the same place;
-        or some ranks have joined, and the others do what a joined rank cannot shadow.
+        or some ranks have joined, and the others do what a joined rank cannot follow.
     """
     rolls = tuple(unpack(word) for word in words)
-    going_on = [rank for rank, roll in enumerate(rolls) if roll.act is not Act.FAILED]  # it may come after its block
+    going_on = [rank for rank, roll in enumerate(rolls) if roll.act is not Act.FAILED]  # a rank may fail after a block
     for rank in going_on:
         first_of = going_on[0]
         if rolls[rank].joining is not rolls[first_of].joining:
-            raise _come_apart(f"rank {first_of} is {rolls[first_of].joining}, rank {rank} {rolls[rank].joining}", rank)
+            raise _diverged(f"rank {first_of} is {rolls[first_of].joining}, rank {rank} {rolls[rank].joining}", rank)
     active = tuple(rank for rank, roll in enumerate(rolls) if roll.act is not Act.SHADOW)
     if active:
         first = rolls[active[0]]
@@ -129,55 +129,53 @@ def read_words(words: Sequence[bytes]) -> RollCall:
 
 
 def _place(roll: Roll) -> tuple[Act, int, int]:
-    """Return where a rank is. The step only counts for reductions and failures; a step may fail at any bucket."""
+    """Return what must be equal. The step only counts for reductions and failures; a step may fail at any bucket."""
     number = 0 if roll.act is Act.FAILED else roll.number
     return roll.act, number, roll.step if roll.act in (Act.REDUCE, Act.AVERAGE, Act.FAILED) else 0
 
 
 def disagreement(rolls: Sequence[Roll], first: int, other: int) -> DisagreementError:
-    """Return the error that says that two of the ranks, whose words these are, are not at the same place."""
-    error = _come_apart(f"rank {first} {rolls[first]}, rank {other} {rolls[other]}", other)
+    """Return the error that two of the ranks are not at the same place."""
+    error = _diverged(f"rank {first} {rolls[first]}, rank {other} {rolls[other]}", other)
     error.failed = frozenset(rank for rank, roll in enumerate(rolls) if roll.act is Act.FAILED)
     return error
 
 
-def _come_apart(how: str, rank: int) -> DisagreementError:
+def _diverged(how: str, rank: int) -> DisagreementError:
     return DisagreementError(
-        f"the ranks have come apart: {how}. Nothing of it was reduced. Every rank must take the same steps on the same "
-        "trees of gradients, under no_sync too; ranks with fewer inputs need DataParallel.join(), on every rank, with "
-        "the same arguments. Ranks that have come apart stay apart: make a new DataParallel on every rank; for "
-        "average_gradients and local_sgd, call init again, on every rank.",
+        f"the ranks diverged: {how}; nothing was reduced. Every rank must take the same steps on the same trees of "
+        "gradients, also under no_sync; if some have fewer inputs, use DataParallel.join() on every rank, with the "
+        "same arguments. Create a new DataParallel on every rank (for average_gradients and local_sgd, call init "
+        "again on every rank).",
         rank=rank,
     )
 
 
-def word_of(collectives: Any, text: str) -> bytes:
-    """Return the word that announces an operation. Raises if the collectives refuse further use."""
+def announce(collectives: Any, text: str) -> Meeting:
+    """Announce an operation to the other ranks. Raises if the group is closed."""
     if collectives.refusal is not None:
         raise collectives.refusal
-    return OPERATE + text.encode()
+    meeting: Meeting = collectives.members.begin(OPERATE + text.encode(), text)
+    return meeting
 
 
 def agree(collectives: Any, text: str, timeout: float, meeting: Meeting | None = None) -> None:
-    """Wait for all ranks to announce this operation. If one does not, refuse all further use of the collectives.
-
-    That rank could still come late, and would then be one operation behind the others.
+    """Wait for all ranks to announce this operation. If one does not, close the group: that rank may come late.
 
     Arguments:
-      collectives: the ranks, as seen by one: they have ``members``, ``rank`` and ``refusal``.
-      meeting: that of this operation, if this rank has come to it already.
+      collectives: the group, with ``members``, ``rank`` and ``refusal``.
+      meeting: of this operation, if this rank has announced it already.
 
     Raises:
       DisagreementError: the ranks announce different operations. All ranks raise it.
       MissingRanksError: some ranks have not come in time.
     """
     with undivided(collectives, text):
-        if meeting is None:
-            meeting = collectives.members.begin(word_of(collectives, text), text)
+        meeting = meeting or announce(collectives, text)
         try:
             words = meeting.wait(timeout)
         except Exception as error:
-            _refuse(collectives, text, error)
+            _close(collectives, text, error)
             raise
         if words.count(words[0]) == len(words):
             return
@@ -189,7 +187,7 @@ def agree(collectives: Any, text: str, timeout: float, meeting: Meeting | None =
 
 
 def require_same_texts(said: Sequence[str]) -> None:
-    """Raise DisagreementError unless all ranks say the same of the operation that they are in."""
+    """Raise DisagreementError unless all ranks describe their operation alike."""
     other = next((rank for rank, its in enumerate(said) if its != said[0]), None)
     if other is not None:
         raise DisagreementError(
@@ -201,25 +199,22 @@ def require_same_texts(said: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def undivided(collectives: Any, text: str) -> Iterator[None]:
-    """Open a block of an operation. If Ctrl-C or a timeout ends it, refuse further use: the others are elsewhere in it.
-
-    The others learn of Ctrl-C: they need not wait.
-    """
+    """Close the group if Ctrl-C or a timeout ends the block, an operation; notify the other ranks of Ctrl-C."""
     try:
         yield
     except BaseException as error:
         ended = not isinstance(error, Exception)
         if (ended or isinstance(error, MissingRanksError)) and collectives.refusal is None:
-            _refuse(collectives, text, error)
+            _close(collectives, text, error)
             if ended:
                 with contextlib.suppress(Exception):  # the world may have failed
                     collectives.members.leave(type(error).__name__)
         raise
 
 
-def _refuse(collectives: Any, text: str, error: BaseException) -> None:
+def _close(collectives: Any, text: str, error: BaseException) -> None:
     name = "Ctrl-C" if isinstance(error, KeyboardInterrupt) else type(error).__name__
     why = str(error) if isinstance(error, CollectiveError | WorkerLostError) else f"{name} has ended {text}."
     collectives.refusal = CollectiveError(
-        f"{text}: these collectives are not used any more, since {why} Make new ones, on every rank."
+        f"{text}: this group was closed, because {why} Create new collectives on every rank."
     )

@@ -1,17 +1,15 @@
-"""Arrays that one rank sends to another, which no third rank takes part in, and their derivatives.
+"""Point-to-point messages with derivatives.
 
-What ``send`` returns is 0.0, and depends on what was sent; so where it is part of the sender's loss, JAX runs its
-pullback, which receives the cotangent. What ``recv`` returns depends on whatever the receiver differentiates
-(``after``); so JAX runs its pullback, which sends the cotangent back. Both pullbacks consist of ``send`` and ``recv``
-again, and a pullback of ``send`` comes after the ``send`` itself: so derivatives of derivatives cross the wire in the
-same way.
+``send`` returns 0.0, which depends on the arrays that were sent; so where this is part of the sender's loss, JAX runs
+the pullback of ``send``, which receives the cotangent. The result of ``recv`` depends on the values that the receiver
+differentiates (``after``); so JAX runs the pullback of ``recv``, which sends the cotangent back. Both pullbacks consist
+of ``send`` and ``recv`` again, and a pullback of ``send`` comes after the ``send`` itself: so derivatives of
+derivatives cross the wire in the same way.
 
-What carries the arrays are letters of the group (``rpc.meetings``), in order for each tag: words that describe an
-array, which both ranks compare, and the array's bytes. The sender does not wait. The receiver waits until its timeout,
-and no longer than the sender lives.
+The arrays travel as letters of the group (``rpc.meetings``), in order for each tag: a description, which both ranks
+compare, and the bytes. The sender does not wait. The receiver waits until its timeout, and while the sender lives.
 """
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -27,11 +25,7 @@ TAGS = 1000
 
 
 class Peer(NamedTuple):
-    """The other rank, and what tells messages between the same ranks apart.
-
-    ``order``: 0 for what a program sends, 1 for its cotangents, and so on. Ranks that do not differentiate alike would
-    otherwise take one for the other.
-    """
+    """The other rank, the tag, and the order of the derivative: 0 for values, 1 for their cotangents, and so on."""
 
     rank: int
     tag: int
@@ -50,16 +44,16 @@ def _peer(all_: Any, rank: Any, tag: Any, what: str) -> Peer:
             f"{all_!r}: here all ranks run one program, so no two of them can send and recv by themselves. "
             "Use permute(x, [(sender, receiver)])."
         )
-    if not _is_number(rank) or not 0 <= rank < all_.size or rank == all_.rank:
+    if not _is_int(rank) or not 0 <= rank < all_.size or rank == all_.rank:
         raise ValueError(
             f"{what}: the other rank is one from 0 to {all_.size - 1}, and not this one ({all_.rank}); got {rank!r}"
         )
-    if not _is_number(tag) or not 0 <= tag < TAGS:
+    if not _is_int(tag) or not 0 <= tag < TAGS:
         raise ValueError(f"{what}: a tag is a whole number from 0 to {TAGS - 1}, not {tag!r}")
     return Peer(int(rank), int(tag))
 
 
-def _is_number(given: Any) -> bool:
+def _is_int(given: Any) -> bool:
     return isinstance(given, int | np.integer) and not isinstance(given, bool)
 
 
@@ -67,7 +61,7 @@ def send(by: Any, tree: Any, to: int, after: Any, tag: int) -> jax.Array:
     peer, anchors, total = _peer(by, to, tag, "send"), _arrays_of(after), jnp.zeros((), np.float32)
     for leaf in map(to_jax, jax.tree.leaves(tree)):
         x = _tied(leaf, anchors)
-        total += _sent(by, peer, x) if _is_smooth(x) else by.perform("send", x, peer)
+        total += _sent(by, peer, _type_of(x), x) if _is_smooth(x) else by.perform("send", x, peer)
     return total
 
 
@@ -76,21 +70,22 @@ def recv(by: Any, like: Any, source: int, after: Any, tag: int) -> Any:
     smooth = [*filter(_is_smooth, anchors)]
 
     def received(leaf: Any) -> jax.Array:
-        mould = jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf)
-        mould = _tied(mould, anchors)
-        return _received(by, peer, mould, smooth) if _is_smooth(mould) else by.perform("recv", mould, peer)
+        x = _tied(
+            jnp.zeros(leaf.shape, leaf.dtype) if isinstance(leaf, jax.ShapeDtypeStruct) else jnp.asarray(leaf), anchors
+        )
+        return _received(by, peer, x, smooth) if _is_smooth(x) else by.perform("recv", x, peer)
 
     return jax.tree.map(received, like)
 
 
 def _arrays_of(after: Any) -> list[jax.Array]:
-    """Return the arrays of numbers in a tree: all but random keys."""
+    """Return the arrays in a tree that are not random keys."""
     leaves = map(jnp.asarray, jax.tree.leaves(after))
     return [one for one in leaves if not jnp.issubdtype(one.dtype, jax.dtypes.extended)]
 
 
 def _tied(x: jax.Array, anchors: Sequence[jax.Array]) -> jax.Array:
-    """Return an array as one that depends on others: JAX takes out of a loop what does not depend on the loop."""
+    """Make an array depend on others: JAX hoists values out of a loop that do not depend on it."""
     for one in anchors:
         if isinstance(one, jax.core.Tracer):
             x = jnp.where(jnp.any(one.reshape(-1)[:1] != 0), x, x)
@@ -101,49 +96,49 @@ def _is_smooth(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Type:
-    shape: tuple[int, ...]
-    dtype: Any
-
-    def zeros(self, nothing: jax.Array | float = 0.0) -> jax.Array:
-        """Return zeros that depend on a zero."""
-        return jnp.zeros(self.shape, self.dtype) + jnp.asarray(nothing, self.dtype)
+def _type_of(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sent(by: Any, peer: Peer, x: jax.Array) -> jax.Array:
+def _zeros(kind: Any, nothing: jax.Array) -> jax.Array:
+    """Return zeros that depend on a zero."""
+    return jnp.zeros(kind.shape, kind.dtype) + nothing.astype(kind.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _sent(by: Any, peer: Peer, kind: Any, x: jax.Array) -> jax.Array:
     found: jax.Array = by.perform("send", x, peer)
     return found
 
 
-def _sent_forward(by: Any, peer: Peer, x: jax.Array) -> tuple[jax.Array, Any]:
-    nothing = _sent(by, peer, x)
-    return nothing, (nothing, _Type(x.shape, x.dtype))
+def _sent_forward(by: Any, peer: Peer, kind: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    nothing = _sent(by, peer, kind, x)
+    return nothing, nothing
 
 
-def _sent_backward(by: Any, peer: Peer, kept: Any, g: jax.Array) -> tuple[jax.Array]:
-    nothing, kind = kept
-    return (_received(by, peer.back(), kind.zeros(nothing), []),)
+def _sent_backward(by: Any, peer: Peer, kind: Any, nothing: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    return (_received(by, peer.back(), _zeros(kind, nothing), []),)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _received(by: Any, peer: Peer, like: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
+    return _received_of(by, peer, tuple(map(_type_of, (like, *after))), like, after)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _received_of(by: Any, peer: Peer, kinds: Any, like: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
     found: jax.Array = by.perform("recv", like, peer)
     return found
 
 
-def _received_forward(by: Any, peer: Peer, like: jax.Array, after: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
-    kinds = [_Type(one.shape, one.dtype) for one in (like, *after)]
-    return _received(by, peer, like, after), kinds
+def _received_forward(by: Any, peer: Peer, kinds: Any, like: jax.Array, after: Any) -> tuple[jax.Array, None]:
+    return _received_of(by, peer, kinds, like, after), None
 
 
-def _received_backward(by: Any, peer: Peer, kinds: Sequence[_Type], g: jax.Array) -> tuple[Any, Any]:
-    nothing = _sent(by, peer.back(), g)
-    like, *after = [kind.zeros(nothing) for kind in kinds]
+def _received_backward(by: Any, peer: Peer, kinds: Any, _: None, g: jax.Array) -> tuple[Any, Any]:
+    nothing = _sent(by, peer.back(), _type_of(g), g)
+    like, *after = [_zeros(kind, nothing) for kind in kinds]
     return like, after
 
 
 _sent.defvjp(_sent_forward, _sent_backward)
-_received.defvjp(_received_forward, _received_backward)
+_received_of.defvjp(_received_forward, _received_backward)

@@ -1,7 +1,6 @@
-"""Programs that span the devices of all ranks: each rank gives its own arrays, and gets its own results.
+"""Programs that span the devices of all ranks, each of which passes its own arrays and gets its own results.
 
-A rank's array is its block of rows of one global array, so no byte is copied. A number has no rows: it travels as an
-array of one.
+A rank's array is its block of rows of one global array, so no byte is copied. A scalar travels as an array of one row.
 """
 
 import contextlib
@@ -21,12 +20,12 @@ from jdistgrad._compat import configured
 from jdistgrad.errors import LeafError
 from jdistgrad.leaves import LeafSpec, as_jax_array, is_key, plain
 
-# Takes collectives, the results of a jaxpr, and arguments that the jaxpr does not have; returns a list of results.
+# From collectives, the results of a jaxpr, and arguments that the jaxpr does not have, to a list of results.
 Finish = Callable[..., list[Any]]
 
 NO_MESH = Mesh(np.empty((), object), ())  # for programs of this rank alone, whatever mesh the user has set
 
-# Programs that span processes must be dispatched in the same order on all of them: meeting and dispatch are one.
+# Held from meeting to dispatch: all processes must dispatch programs that span them in the same order.
 in_one_order = threading.RLock()
 
 _traced: contextvars.ContextVar["Span | None"] = contextvars.ContextVar("jdistgrad_span", default=None)
@@ -45,7 +44,6 @@ class Span:
 
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
-        """Open a block in which a program for this span is traced."""
         token = _traced.set(self)
         try:
             yield
@@ -54,19 +52,17 @@ class Span:
 
     @property
     def is_traced(self) -> bool:
-        """Return whether a program for the same devices is being traced here."""
+        """Whether this thread traces a program for the same devices."""
         found = _traced.get()
         return found is not None and (found is self or found.mesh == self.mesh)
 
     def shared(self, leaves: Sequence[Any]) -> list[jax.Array]:
-        """Return global arrays of which this rank's leaves are its rows."""
-        own = list(leaves)
-        elsewhere = [k for k, leaf in enumerate(own) if not isinstance(leaf, jax.Array) or leaf.sharding != self._here]
-        if elsewhere:
-            moved = jax.device_put([at_home(own[k], self.device) for k in elsewhere], self.device)
-            for k, array in zip(elsewhere, moved, strict=True):
-                own[k] = array
-        odd = [k for k, leaf in enumerate(own) if has_no_rows(LeafSpec.of(leaf)) or lies_oddly(leaf)]
+        """Return global arrays in which this rank's leaves are its rows."""
+        elsewhere = [k for k, x in enumerate(leaves) if not isinstance(x, jax.Array) or x.sharding != self._here]
+        own = _changed(
+            list(leaves), elsewhere, lambda xs: jax.device_put([at_home(x, self.device) for x in xs], self.device)
+        )
+        odd = [k for k, leaf in enumerate(own) if has_no_rows(LeafSpec.of(leaf)) or has_odd_layout(leaf)]
         make = jax.make_array_from_single_device_arrays
         rows = _changed(own, odd, _with_rows)
         return [make((x.shape[0] * self.size, *x.shape[1:]), self._sharding, [x]) for x in rows]
@@ -78,16 +74,16 @@ def default_device() -> jax.Device:
 
 
 def where_it_was(result: jax.Array, before: jax.Array) -> jax.Array:
-    """Return a result with the sharding of an argument that all devices of the rank held, if the shapes are equal."""
-    whole = len(before.devices()) > 1 and before.shape == result.shape
-    return jax.device_put(result, before.sharding) if whole else result
+    """Replicate a result over the rank's devices, if the argument was replicated and has the same shape."""
+    replicated = len(before.devices()) > 1 and before.shape == result.shape
+    return jax.device_put(result, before.sharding) if replicated else result
 
 
 def at_home(leaf: Any, device: jax.Device) -> Any:
-    """Return a leaf as programs of this rank take it: of an array that all of its devices hold, the copy on the rank's.
+    """Return a leaf for programs of this rank: of a replicated array, the copy on the rank's device.
 
     Raises:
-      LeafError: the array is divided over devices, or lies on another device or on a mesh of one.
+      LeafError: the array is sharded over devices, or is on another device or on a mesh of one.
     """
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return leaf
@@ -99,7 +95,7 @@ def at_home(leaf: Any, device: jax.Device) -> Any:
     elif not leaf.is_fully_addressable:
         raise LeafError(
             f"Devices: {name} is spread over the devices of several processes, expected this rank's own array. "
-            "Programs on such arrays are jax.shard_map's: use collectives.Mesh in them."
+            "Use collectives.Mesh inside jax.shard_map for such arrays."
         )
     elif len(devices) > 1 and device in devices and leaf.is_fully_replicated:
         return next(shard.data for shard in leaf.addressable_shards if shard.device == device)
@@ -110,11 +106,8 @@ def at_home(leaf: Any, device: jax.Device) -> Any:
     )
 
 
-def lies_oddly(array: Any) -> bool:
-    """Return whether the array's layout is not the default.
-
-    XLA compiles for the layouts of arguments. The ranks' programs could then order their reductions differently.
-    """
+def has_odd_layout(array: Any) -> bool:
+    """Return whether the layout is not the default. XLA compiles for layouts, and may order reductions by them."""
     if array.ndim < 2 or next(iter(array.devices())).platform == "tpu":  # TPUs have default layouts of their own
         return False
     layout = array.format.layout
@@ -122,10 +115,7 @@ def lies_oddly(array: Any) -> bool:
 
 
 def has_no_rows(spec: LeafSpec) -> bool:
-    """Return whether a value travels otherwise than as it is: as the data of keys, an array of one number, or nothing.
-
-    Of an array without elements JAX would replicate all rows.
-    """
+    """Return whether a value is converted: keys to their data, scalars to arrays, empty arrays to a placeholder."""
     return spec.impl is not None or not spec.shape or 0 in spec.shape
 
 
@@ -157,7 +147,7 @@ def _without_rows(leaves: list[jax.Array], specs: tuple[LeafSpec, ...]) -> list[
 
 
 def traced(span: Span, function: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the jaxpr of a function of this rank's arguments, collectives over the ranks in it; its result's tree."""
+    """Return the jaxpr of a function with collectives of this rank's arguments, and the tree of its result."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     found: list[Any] = []
 
@@ -175,10 +165,10 @@ class Program:
     """A compiled program that ends with reductions over all ranks, traced on first use and compiled once.
 
     Arguments:
-      run: the program, jitted. It returns results, and an array that is ready when it has ended.
-      arguments: makes the arguments of ``run`` of this rank's leaves; ``own``: this rank's part of the results.
-      mesh: the program's own mesh, whatever mesh the user has set.
-      compiled_at_once: whether it is compiled when it is traced.
+      run: the jitted program. It returns results, and an array that is ready when the program has ended.
+      arguments: converts this rank's leaves to the arguments of ``run``; ``own``: the results to this rank's.
+      mesh: the program's mesh, whatever mesh the user has set.
+      compiled_at_once: whether to compile the program when it is traced.
     """
 
     def __init__(
@@ -210,7 +200,7 @@ class Program:
             self._lowered = None
 
     def forget(self) -> None:
-        """Drop what ``compile`` would need: the ranks' programs differ, so it is not used now."""
+        """Drop the lowered program: the ranks' programs differ, so it is not compiled."""
         self._lowered = None
 
     def launch(self, shared: Sequence[jax.Array]) -> tuple[list[jax.Array], jax.Array]:
@@ -226,11 +216,11 @@ def spanning_program(
     """Return a function of this rank's arrays, compiled into one program with that of all other ranks.
 
     Arguments:
-      closed: the jaxpr of the function of this rank's arrays, with ``lax`` collectives over the span's axis in it.
-      finish: takes the results of the jaxpr, and the arguments that it does not have; returns a list of results.
-      donated: the places of arguments whose memory may be used for results.
+      closed: the jaxpr of a function of this rank's arrays, with ``lax`` collectives over the span's axis.
+      finish: from the results of the jaxpr, and the arguments that it does not have, to a list of results.
+      donated: the numbers of arguments whose memory may be used for results.
     """
-    # Constants are arguments: they may differ from rank to rank. A copy, since the program may change them later.
+    # Constants are arguments: they may differ from rank to rank. Copied, since the user's program may change them.
     constants = [as_jax_array(const) for const in closed.consts]
     shared_constants, taken = span.shared(constants), [LeafSpec.of(leaf) for leaf in (*constants, *like)]
     count, first, given = len(constants), len(closed.jaxpr.invars), list[LeafSpec]()
@@ -256,7 +246,7 @@ def spanning_program(
 
 
 def _changed(leaves: list[Any], places: Sequence[int], change: Callable[[list[Any]], list[Any]]) -> list[Any]:
-    """Change the leaves at some places, by a program of this rank."""
+    """Change the leaves at some places, by a program of this rank alone."""
     if places:
         with jax.set_mesh(NO_MESH):
             changed = change([leaves[k] for k in places])

@@ -1,7 +1,6 @@
-"""The current world, as collectives use it: lost workers, errors that name them, and communicators of its ranks."""
+"""Lost workers of the current world, errors that name them, and communicators of its ranks."""
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from jdistgrad import errors
@@ -17,12 +16,9 @@ FOR_ANY_WORLD = "Use jdistgrad.collectives.of_this_world(), which DataParallel()
 
 
 def raise_lost(error: Exception, ranks: Sequence[int], what: str, *, patient: bool = True) -> None:
-    """Raise WorkerLostError if an error of MPI comes from the loss of a worker among these ranks; else return.
+    """Raise WorkerLostError if an MPI error comes from the loss of a worker among these ranks; else return.
 
-    Where the world does not go on without a worker, it raises the error that has broken the world.
-
-    Arguments:
-      patient: wait for the name of the lost worker.
+    A world that does not survive raises the error that has broken it. ``patient``: wait for the lost worker's name.
     """
     worker = find_worker()
     if worker is None or not type(error).__module__.startswith("mpi4py"):
@@ -35,13 +31,13 @@ def raise_lost(error: Exception, ranks: Sequence[int], what: str, *, patient: bo
     if patient:
         poll(lambda: lost_among(ranks), TOLD_SECONDS)  # another thread is about to find out
     elif is_failure(error) and not lost_among(ranks):
-        text = f"{worker.info} ({what}): a rank has died, or has given this operation up since another has died"
+        text = f"{worker.info} ({what}): a rank has died, or left this operation because another has died"
         raise errors.WorkerLostError(text) from error
     raise_if_lost(ranks, what, error)
 
 
 def raise_if_lost(ranks: Sequence[int], what: str, error: Exception | None = None) -> None:
-    """Raise WorkerLostError, because of an error of MPI if there is one, if some worker among these ranks is lost."""
+    """Raise WorkerLostError, caused by ``error``, if a worker among these ranks is lost."""
     worker, lost = find_worker(), lost_among(ranks)
     if worker is not None and lost:
         text = f"{worker.info} ({what}): {worker.peers.lost[lost[0]]}. Collectives do not go on without it."
@@ -49,7 +45,7 @@ def raise_if_lost(ranks: Sequence[int], what: str, error: Exception | None = Non
 
 
 def lost_among(ranks: Sequence[int]) -> list[int]:
-    """Return those of these ranks that this world goes on without."""
+    """Return the lost workers among these ranks, in a world that survives."""
     worker = find_worker()
     return sorted(worker.peers.lost.keys() & set(ranks)) if worker is not None and worker.survives else []
 
@@ -59,7 +55,7 @@ def names_of(ranks: Sequence[int]) -> str:
 
 
 def is_failure(error: Exception) -> bool:
-    """Return whether an error is one of MPI that may come from the death of a rank."""
+    """Return whether an error is an MPI error that the death of a rank may cause."""
     if not type(error).__module__.startswith("mpi4py"):
         return False
     from jdistgrad.wire import mpi_failures
@@ -68,54 +64,47 @@ def is_failure(error: Exception) -> bool:
 
 
 def is_local(worker: Worker) -> bool:
-    """Return whether a worker's world needs no MPI: its workers are threads of one process, or there is only one."""
+    """Return whether a worker's world needs no MPI: threads of one process, or a single worker."""
     return worker.shares_process or worker.size == 1
 
 
-# Communicators: how they are made while ranks may die, the requests under way on them, the cores of their ranks.
+# Communicators, made while ranks may die, and MPI requests on them.
 
-_begun: dict[int, Any] = {}  # the requests under way: MPI uses their memory even when this rank no longer waits
-
-
-def keep(request: Any, *memory: Any) -> None:
-    _begun[id(request)] = (request, *memory)
+_begun: dict[int, Any] = {}  # active requests: MPI uses their memory even when this rank no longer waits
 
 
-def let_go(request: Any) -> None:
-    _begun.pop(id(request))
-
-
-@contextlib.contextmanager
-def naming_lost(ranks: Sequence[int], what: str) -> Iterator[None]:
-    """Let errors of MPI in the block that come from the loss of a worker among these ranks name it."""
-    try:
-        yield
-    except Exception as error:
-        raise_lost(error, ranks, what)
-        raise
+def complete(request: Any, memory: Any, timeout: float, check: Callable[[], None]) -> bool:
+    """Wait for an MPI request, whose memory is kept until the end; return False after ``timeout`` seconds."""
+    _begun[id(request)] = request, memory
+    done = poll(request.Test, timeout, check)
+    if done:
+        _begun.pop(id(request))
+    return done
 
 
 def duplicate(comm: Any, members: Members, timeout: float) -> Any:
-    """Return a duplicate of a communicator, for new members, who are its ranks. All of them must call it."""
+    """Return a duplicate of a communicator for its ranks, ``members``. All of them must call it."""
     meet(NEW, members, timeout)
     entry = CollectiveEntry(NEW, ("a duplicate", members.name), 0, may_leave=True)
     with WatchedBlock(current_worker(), entry, members.ranks) as together:
         twin, request = comm.Idup()
-        keep(request)
-        # MPI may leave a duplicate that comes after a failed one waiting.
-        if not poll(lambda: bool(lost_among(members.ranks)) or request.Test(), timeout, together.check):
+
+        def check() -> None:
+            together.check()
+            raise_if_lost(members.ranks, NEW)  # Open MPI 5 may leave a duplicate after a failed one waiting
+
+        if not complete(request, None, timeout, check):
             raise errors.CollectiveError(f"MPI: could not duplicate the communicator within {timeout:g} s")
         raise_if_lost(members.ranks, NEW)
-        let_go(request)
         return twin
 
 
 def meet(what: str, members: Members, timeout: float) -> None:
-    """Return when all members have come to make a communicator, which MPI can no longer give up once one has begun.
+    """Return when all members are about to create a communicator, which MPI cannot abandon once a rank has begun.
 
     Raises:
       MissingRanksError: some ranks have not come in time.
-      DisagreementError: ranks make another one.
+      DisagreementError: ranks create another one.
       WorkerLostError: a rank is lost, or in shutdown.
     """
     raise_if_lost(members.ranks, NEW)
@@ -135,17 +124,18 @@ def subset(ranks: Sequence[int], timeout: float) -> Any:
     meet(f"{NEW} of the workers {list(ranks)}", Members(worker, ranks, "a subset"), timeout)
     others = set(range(whole.size)) - set(ranks)
     if worker.survives and others and others <= worker.peers.lost.keys():
-        whole = whole.Shrink()  # MPI makes no group from one that has dead ranks
+        whole = whole.Shrink()  # MPI creates no group from one with dead ranks
     places = mpi.Group.Translate_ranks(mpi.COMM_WORLD.group, list(ranks), whole.group)
-    with naming_lost(sorted(others), "new collectives of some of the workers that are left"):
+    try:
         return whole.Create_group(whole.group.Incl(places))
+    except mpi.Exception as error:
+        raise_lost(error, sorted(others), "new collectives of some of the remaining workers")
+        raise
 
 
 def has_room(neighbours: Sequence[set[int]], size: int) -> bool:
     """Return whether overlap pays: on one machine a reduction needs a spare core per rank, between machines it waits.
 
-    Arguments:
-      neighbours: the cores of each rank on this machine.
-      size: the number of ranks on all machines.
+    ``neighbours``: the cores of each rank on this machine; ``size``: the number of ranks on all machines.
     """
     return len(neighbours) < size or len(set().union(*neighbours)) >= 2 * len(neighbours)

@@ -24,22 +24,15 @@ from jdistgrad.threads import frames, started
 
 BLOCKED_SECONDS = 0.1
 
-_lock = threading.Lock()
-_installed = False
 
-
+@functools.cache
 def watch_for_interrupts() -> None:
-    """Cancel calls when Ctrl-C is pressed while the main thread is blocked. Starts a thread once per process.
+    """Cancel calls when Ctrl-C is pressed while the main thread is blocked. Starts a thread; for the main thread only.
 
     Python runs its signal handlers between two bytecodes of the main thread, which runs none while a compiled program
     waits for another worker. The byte that C writes on a signal (``signal.set_wakeup_fd``) wakes a thread of our own,
     which fails the running calls: the program fails, and Python raises KeyboardInterrupt.
     """
-    global _installed
-    with _lock:
-        if _installed or threading.current_thread() is not threading.main_thread():
-            return
-        _installed = True
     read, write = os.pipe()
     os.set_blocking(write, False)
     before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -77,7 +70,8 @@ def _lower_call(
     context: Any, operands: Sequence[Any], avals: Sequence[Any], site: Site, effect: Any = None
 ) -> list[Any]:
     """Return the results of a site's call, in the order of the program if it has an effect."""
-    watch_for_interrupts()
+    if threading.current_thread() is threading.main_thread():  # which alone may set signal handling
+        watch_for_interrupts()
     context.module_context.add_host_callback(site)  # keeps the site alive while a program runs
     given, made = ([_carried(one) for one in types] for types in (avals, context.avals_out))
     carried = _converted(context, operands, avals, given)
@@ -130,18 +124,16 @@ def call_in_order(
     return ordered_p.bind(*operands, function=function, results=tuple(results), effect=effect, quick=quick)
 
 
-def _shapes(*operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool) -> Any:
+def _shapes(*operands: Any, results: Sequence[Any], effect: Any, **_: Any) -> Any:
     return [jax.core.ShapedArray(one.shape, one.dtype) for one in results], {effect}
 
 
-def _run(*operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool) -> list[Any]:
+def _run(*operands: Any, function: Function, **_: Any) -> list[Any]:
     found = function(*map(np.asarray, operands))
     return [jax.numpy.asarray(one) for one in (found.rest() if isinstance(found, Deferred) else found) or ()]
 
 
-def _lowered(
-    context: Any, *operands: Any, function: Function, results: Sequence[Any], effect: Any, quick: bool
-) -> list[Any]:
+def _lowered(context: Any, *operands: Any, function: Function, effect: Any, quick: bool, **_: Any) -> list[Any]:
     count = _devices_of(context.module_context.axis_context)
     if count > 1:  # XLA orders effects on one device only, and runs one multi-device program at a time
         raise CollectiveError(

@@ -151,7 +151,7 @@ def test_a_closed_group_refuses_use_and_others_go_on(world, rank, size):
             assert jax.jit(c.allreduce)(jnp.float32(1)) == size
         c.close()  # again
         for use in (lambda: c.allreduce(jnp.float32(1)), lambda: c.start(lambda c: c.barrier())):
-            with pytest.raises(CollectiveError, match=r"has been closed\. Make new collectives"):
+            with pytest.raises(CollectiveError, match=r"has been closed\. Create new collectives"):
                 use()
     assert everybody.allreduce(jnp.float32(1)) == size
 

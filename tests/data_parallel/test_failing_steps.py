@@ -81,7 +81,7 @@ def test_ctrl_c_in_a_step_closes_a_data_parallel(big_world, rank, size):
         with pytest.raises(KeyboardInterrupt):
             dp._driver._run(dp._driver._overlapped, step, MIXED, Act.REDUCE)
     for _ in range(2):
-        with pytest.raises(DisagreementError, match=r"make a new DataParallel on every rank"):
+        with pytest.raises(DisagreementError, match=r"Create a new DataParallel on every rank"):
             dp.average(MIXED)
     np.testing.assert_allclose(other.average(jnp.full(2, 1.0 + rank)), np.full(2, (size + 1) / 2))
 
@@ -102,7 +102,7 @@ def test_collectives_refuse_further_use_after_ctrl_c_inside_an_operation(monkeyp
             patch.setattr(functools.reduce(getattr, owner, everybody), method, interrupted)
             with pytest.raises(KeyboardInterrupt):
                 operation(everybody)
-        with pytest.raises(CollectiveError, match=rf"Ctrl-C has ended {name}.*Make new ones, on every rank"):
+        with pytest.raises(CollectiveError, match=rf"Ctrl-C has ended {name}.*Create new collectives on every rank"):
             everybody.allgather_object("x")
 
 

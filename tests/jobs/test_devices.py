@@ -121,7 +121,7 @@ def test_a_device_without_memory_for_a_step_ends_the_job_and_says_why(mpi_job):
     step(jnp.ones(10_000), jnp.ones(10_000))[1].block_until_ready()
     """,
     ).expect(
-        "worker1 (rank 1): step 1: this rank has failed, and the others wait for it: RESOURCE_EXHAUSTED: Out of memory",
+        "worker1 (rank 1): step 1: this rank failed, and the others wait for it: RESOURCE_EXHAUSTED: Out of memory",
         status=None,
     )
 

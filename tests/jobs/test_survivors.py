@@ -325,8 +325,8 @@ def test_steps_in_which_ranks_die_are_done_again_without_them(surviving_job):
     ).expect(
         "worker1 []",
         "worker3 []",
-        "data-parallel steps go on on 3 ranks, without worker0 (rank 0)",
-        "data-parallel steps go on on 2 ranks, without worker2 (rank 2)",
+        "data-parallel steps continue on 3 ranks, without worker0 (rank 0)",
+        "data-parallel steps continue on 2 ranks, without worker2 (rank 2)",
     )
 
 
