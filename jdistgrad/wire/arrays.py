@@ -20,16 +20,7 @@ import numpy as np
 
 from jdistgrad._compat import array_of
 from jdistgrad.errors import EncodingError
-from jdistgrad.leaves import (
-    EXTENSIONS_FROM,
-    LeafSpec,
-    canonical,
-    check_kept,
-    dtype_name,
-    is_key,
-    named_dtype,
-    plain,
-)
+from jdistgrad.leaves import EXTENSIONS_FROM, LeafSpec, canonical, check_kept, dtype_name, is_key, named_dtype, plain
 
 # Below this size, copying costs less than a second message; larger arrays alias the buffer they arrived in.
 ALIAS_FROM = 1 << 16

@@ -60,13 +60,7 @@ class MPITransport(Transport):
 
     hands_over = False
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        memory: SharedMemory,
-        doorbell: Doorbell,
-        failures: Failures | None = None,
-    ):
+    def __init__(self, comm: MPI.Intracomm, memory: SharedMemory, doorbell: Doorbell, failures: Failures | None = None):
         self.rank, self.size = comm.rank, comm.size
         self._comm, self._failures, self._next_check, self._doorbell = comm, failures, 0.0, doorbell
         self._memory, self._lost = memory, set[int]()
