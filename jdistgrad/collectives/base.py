@@ -85,8 +85,7 @@ class Collectives(abc.ABC):
         if not all(shapes) or len({shape[0] for shape in shapes}) > 1:
             raise ValueError(f"gather_rows: the arrays of a tree must have equally many rows, not shapes {shapes}")
         mine = shapes[0][0] if shapes else 0
-        told = self._of_all(mine, "gather_rows(x, counts=[...])") if counts is None else counts
-        known = [int(count) for count in told]
+        known = list(map(int, self._of_all(mine, "gather_rows(x, counts=[...])") if counts is None else counts))
         own = known[self.rank] if isinstance(self.rank, int) and len(known) == self.size else mine
         if len(known) != self.size or own != mine or max(known) < mine:
             raise ValueError(f"gather_rows: counts={known} for {self.size} ranks, of which this has {mine} rows")
@@ -124,8 +123,8 @@ class Collectives(abc.ABC):
             )
         if np.shape(splits) not in ((self.size,), (self.size, self.size)):
             raise ValueError(
-                f"alltoall: splits has a number of rows for each of {self.size} ranks, or splits[sender][receiver] for "
-                f"all of them, not {splits}"
+                f"alltoall: expected splits with a number of rows for each of {self.size} ranks, or "
+                f"splits[sender][receiver], not {splits}"
             )
         table = np.asarray(splits).astype(int).tolist()
         if np.ndim(splits) == 1:
@@ -146,10 +145,8 @@ class Collectives(abc.ABC):
         """Return this rank's block of rows of the sum over all ranks. Transpose: the cotangents of all, gathered."""
         refuse_sparse(tree, "reduce_scatter")
 
-        def scattered(leaf: Any) -> jax.Array:
-            return self.perform("reduce_scatter", self._divisible(_checked(leaf, "sum"), "reduce_scatter"))
-
-        return _each(scattered, tree)
+        what = "reduce_scatter"
+        return _each(lambda x: self.perform(what, self._divisible(_checked(x, "sum"), what)), tree)
 
     def scan(self, tree: Any) -> Any:
         """Return the sum over the ranks up to this one, itself included. Transpose: the same from the last rank on."""
@@ -290,28 +287,24 @@ def _checked(x: Any, op: str) -> jax.Array:
     return array
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _extreme(collectives: Collectives, op: str, x: jax.Array) -> jax.Array:
-    return collectives.perform("allreduce", x, op)
+    @jax.custom_vjp
+    def extreme(x: jax.Array) -> jax.Array:
+        return collectives.perform("allreduce", x, op)
+
+    def forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = extreme(x)
+        return y, x == y
+
+    def backward(at: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+        share, total = at.astype(g.dtype), g if collectives.is_summed(g) else collectives.allreduce(g)
+        return (total * share / collectives.allreduce(share),)
+
+    extreme.defvjp(forward, backward)
+    return extreme(x)
 
 
-def _extreme_backward(collectives: Collectives, op: str, at: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    share, total = at.astype(g.dtype), g if collectives.is_summed(g) else collectives.allreduce(g)
-    return (total * share / collectives.allreduce(share),)
-
-
-def _extreme_forward(collectives: Collectives, op: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    y = _extreme(collectives, op, x)
-    return y, x == y
-
-
-_extreme.defvjp(_extreme_forward, _extreme_backward)
-
-
-OF_PARALLEL = "A DataParallel has its own as an attribute: dp.collectives."
-
-
-def require_collectives(what: str, given: Any, remedy: str = OF_PARALLEL) -> None:
+def require_collectives(what: str, given: Any, remedy: str = "A DataParallel has one: dp.collectives.") -> None:
     """Raise TypeError unless ``given`` is a group of ranks."""
     if not isinstance(given, Collectives):
         raise TypeError(

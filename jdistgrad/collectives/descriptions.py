@@ -52,11 +52,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 def describe(tree: Any, *, whole: bool = True) -> list[Leaf]:
     """Describe every leaf of a tree, in order. ``whole``: a sparse array counts as one leaf."""
-
-    def is_leaf(value: Any) -> bool:
-        return is_elsewhere(value) or (whole and is_sparse(value))
-
-    found = []
+    found, is_leaf = [], lambda value: is_elsewhere(value) or (whole and is_sparse(value))
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
         refuse_elsewhere(path, leaf)
         name, value = _spelled(path), plain(leaf)

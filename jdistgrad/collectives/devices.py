@@ -14,22 +14,14 @@ import numpy as np
 
 from jdistgrad import jaxprs
 from jdistgrad._compat import trace_context
+from jdistgrad.collectives import spanning
 from jdistgrad.collectives.descriptions import enclosed, has_functions, on_opened, opened
 from jdistgrad.collectives.host import TIMEOUT
 from jdistgrad.collectives.host_arrays import any_traced
 from jdistgrad.collectives.launches import end_job, launches
 from jdistgrad.collectives.mesh import Mesh
 from jdistgrad.collectives.mpi import MPI
-from jdistgrad.collectives.spanning import (
-    Finish,
-    Program,
-    Span,
-    at_home,
-    default_device,
-    in_one_order,
-    spanning_program,
-    traced,
-)
+from jdistgrad.collectives.spanning import Finish, Program, Span, at_home, default_device, in_one_order
 from jdistgrad.errors import CollectiveError, DisagreementError
 from jdistgrad.rpc.devices import cuda_uuid
 
@@ -65,8 +57,12 @@ class Devices(MPI):
         device = default_device()
         places = self.gather_objects(_place_of(device))
         require_usable(places)
-        self.span, self.device = Span(_mesh_of(places), device), device
-        self.in_programs = Mesh(self.span.axis)
+        by_id = {one.id: one for one in jax.devices(device.platform)}
+        ids = [place.device for place in places]
+        # Another axis name for each group: JAX caches traces by axis names.
+        axis = f"jdistgrad_ranks_{hashlib.blake2b(repr(ids).encode(), digest_size=4).hexdigest()}"
+        mesh = jax.sharding.Mesh(np.array([by_id[number] for number in ids]), (axis,))
+        self.span, self.device, self.in_programs = Span(mesh, device), device, Mesh(axis)
 
     def __repr__(self) -> str:
         return f"Devices(rank={self._rank}, size={self.size}, device={self.span.device})"
@@ -87,7 +83,7 @@ class Devices(MPI):
         return contextlib.nullcontext(self.in_programs) if self.span.is_traced else super().section(what)
 
     def program(self, closed: Any, like: Sequence[Any], finish: Finish, what: str) -> Program:
-        return spanning_program(self.span, closed, like, functools.partial(finish, self.in_programs))
+        return spanning.spanning_program(self.span, closed, like, functools.partial(finish, self.in_programs))
 
     def dispatch(
         self, program: Program, shared: Sequence[jax.Array], what: str, inputs: Sequence[Any], key: Any = None
@@ -106,17 +102,15 @@ class Devices(MPI):
 
     def _compile(self, program: Program, what: str, key: Any) -> None:
         """Compile a new program on all ranks. If that fails on one, all raise an error."""
-        if key in self.span.compiled:  # on all ranks
+        if key in self.span.compiled:
             program.compile()
             return
-        failure = None
         try:
             program.compile()
-        except Exception as error:
-            failure = error
-        failed = [rank for rank, worked in enumerate(self.gather_objects(failure is None)) if not worked]
-        if failure is not None:
-            raise failure
+        except Exception:
+            self.gather_objects("failed")
+            raise
+        failed = [rank for rank, outcome in enumerate(self.gather_objects("")) if outcome]
         if failed:
             raise CollectiveError(f"{what} was not run: ranks {failed} could not compile it, see their errors")
         self.span.compiled.add(key)
@@ -172,19 +166,15 @@ class _Jitted:
         return jax.tree.unflatten(structure, results)
 
     def _make(self, args: Any, kwargs: Any) -> tuple[Program, Any, str]:
-        closed, results = traced(self._all.span, self._function, args, kwargs)
+        closed, results = spanning.traced(self._all.span, self._function, args, kwargs)
         leaves = jax.tree.leaves((args, kwargs))
-        counts = [len(jax.tree.leaves(arg)) for arg in args]
-        ends = [sum(counts[: k + 1]) for k in range(len(counts))]
-        donated = [n for k in self._donated for n in range(ends[k] - counts[k], ends[k])]
+        numbers = jax.tree.unflatten(jax.tree.structure(args), range(len(jax.tree.leaves(args))))
+        donated = jax.tree.leaves([numbers[k] for k in self._donated])
         name = getattr(self._function, "__name__", "a function")
         shapes = ", ".join(jax.typeof(leaf).str_short() for leaf in leaves[:3])
         rest = f" and {len(leaves) - 3} more" if len(leaves) > 3 else ""
         what = f"{name} of {shapes}{rest} over all devices (program {jaxprs.digest(closed):016x})"
-        return spanning_program(self._all.span, closed, leaves, list, donated), results, what
-
-
-# The devices of the ranks: one for each, together a mesh with one axis.
+        return spanning.spanning_program(self._all.span, closed, leaves, list, donated), results, what
 
 
 class UnusableDevicesError(CollectiveError):
@@ -234,11 +224,3 @@ def require_usable(places: Sequence[Place]) -> None:
                 "support. Give each rank a GPU (CUDA_VISIBLE_DEVICES, or as many ranks on a node as it has GPUs), or "
                 "use collectives.MPI."
             )
-
-
-def _mesh_of(places: Sequence[Place]) -> jax.sharding.Mesh:
-    """Return the mesh of the ranks' devices. Each group's axis has another name: JAX caches traces by axis names."""
-    devices = {device.id: device for device in jax.devices(places[0].platform)}
-    numbers = ",".join(str(place.device) for place in places)
-    axis = f"jdistgrad_ranks_{hashlib.blake2b(numbers.encode(), digest_size=4).hexdigest()}"
-    return jax.sharding.Mesh(np.array([devices[place.device] for place in places]), (axis,))

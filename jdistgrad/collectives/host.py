@@ -150,9 +150,9 @@ class HostCollectives(Collectives):
         self._closed = True
         if self._start is not None:
             self._start(lambda twin: twin.close()).result()
-        for group in (self, self._of_programs):
-            if group is not None:
-                group.engine.free()
+        self.engine.free()
+        if self._of_programs is not None:
+            self._of_programs.engine.free()
         self.refusal = CollectiveError(f"{self!r} has been closed. Create new collectives.")
         (self._of_programs or self).refusal = self.refusal
 
@@ -178,17 +178,12 @@ class HostCollectives(Collectives):
         if not self.meets_in_programs or self.size == 1:
             yield self
             return
-        quiet = self.adjusted(meets_in_programs=False)
-        channel, timeout = self._of_programs or self, self.timeout
-
-        def meet() -> None:
-            agree(channel, f"compiled {what}", timeout)
-
+        meet = functools.partial(agree, self._of_programs or self, f"compiled {what}", self.timeout)
         if on_cpus():
             call_in_order(meet, (), effect=self.effect())
         else:
             io_callback(meet, None, ordered=True)
-        yield quiet
+        yield self.adjusted(meets_in_programs=False)
 
     def adjusted(self, **settings: Any) -> Self:
         """Return a copy of the group with other settings, over the same channels."""

@@ -46,17 +46,11 @@ class Launch:
 
     def overdue(self) -> bool:
         now = time.monotonic()
-        self.inputs = [one for one in self.inputs if _is_awaited(one())]
+        arrays = [(one, one()) for one in self.inputs]
+        self.inputs = [one for one, x in arrays if x is not None and not (x.is_deleted() or x.is_ready())]
         if self.inputs:
             self.since = now
         return now - self.since > self.timeout
-
-
-def _is_awaited(array: Any) -> bool:
-    try:
-        return array is not None and not array.is_ready()
-    except RuntimeError:  # deleted: donated to a program
-        return False
 
 
 class Launches:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from jax.experimental import io_callback
 
 from jdistgrad.collectives import by_mpi4jax, world
-from jdistgrad.collectives.base import Collectives
 from jdistgrad.collectives.by_mpi4jax import MET
 from jdistgrad.collectives.engines import OverMPI
 from jdistgrad.collectives.host import TIMEOUT, HostCollectives
@@ -124,11 +123,8 @@ class MPI(HostCollectives):
         x, before = at_home(x, self.device), x
         what, key = described(name, x, how), (name, how, jax.typeof(x))
         if key not in self._programs:
-
-            def finish(all_: Collectives, results: list[Any]) -> list[Any]:
-                return [all_.perform(name, results[0], how)]
-
-            self._programs[key] = self.program(jax.make_jaxpr(lambda x: x)(x), [x], finish, what)
+            closed, finish = jax.make_jaxpr(lambda x: x)(x), lambda all_, found: [all_.perform(name, found[0], how)]
+            self._programs[key] = self.program(closed, [x], finish, what)
         shared = self._programs[key].prepare([x])
         with in_one_order:
             self.agree(what)

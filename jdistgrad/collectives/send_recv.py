@@ -10,7 +10,6 @@ The arrays travel as letters of the group (``rpc.meetings``), in order for each 
 compare, and the bytes. The sender does not wait. The receiver waits until its timeout, and while the sender lives.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +60,7 @@ def send(by: Any, tree: Any, to: int, after: Any, tag: int) -> jax.Array:
     peer, anchors, total = _peer(by, to, tag, "send"), _arrays_of(after), jnp.zeros((), np.float32)
     for leaf in map(to_jax, jax.tree.leaves(tree)):
         x = _tied(leaf, anchors)
-        total += _sent(by, peer, _type_of(x), x) if _is_smooth(x) else by.perform("send", x, peer)
+        total += _sent(by, peer, x) if _is_smooth(x) else by.perform("send", x, peer)
     return total
 
 
@@ -96,49 +95,36 @@ def _is_smooth(x: jax.Array) -> bool:
     return bool(jnp.issubdtype(x.dtype, jnp.inexact))
 
 
-def _type_of(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype)
-
-
 def _zeros(kind: Any, nothing: jax.Array) -> jax.Array:
     """Return zeros that depend on a zero."""
     return jnp.zeros(kind.shape, kind.dtype) + nothing.astype(kind.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _sent(by: Any, peer: Peer, kind: Any, x: jax.Array) -> jax.Array:
-    found: jax.Array = by.perform("send", x, peer)
-    return found
+def _sent(by: Any, peer: Peer, x: jax.Array) -> jax.Array:
+    kind = jax.ShapeDtypeStruct(x.shape, x.dtype)
 
+    @jax.custom_vjp
+    def sent(x: jax.Array) -> Any:
+        return by.perform("send", x, peer)
 
-def _sent_forward(by: Any, peer: Peer, kind: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    nothing = _sent(by, peer, kind, x)
-    return nothing, nothing
+    def backward(nothing: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+        return (_received(by, peer.back(), _zeros(kind, nothing), []),)
 
-
-def _sent_backward(by: Any, peer: Peer, kind: Any, nothing: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    return (_received(by, peer.back(), _zeros(kind, nothing), []),)
+    sent.defvjp(lambda x: (sent(x),) * 2, backward)
+    return sent(x)
 
 
 def _received(by: Any, peer: Peer, like: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
-    return _received_of(by, peer, tuple(map(_type_of, (like, *after))), like, after)
+    kinds = [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (like, *after)]
 
+    @jax.custom_vjp
+    def received(like: jax.Array, after: Sequence[jax.Array]) -> Any:
+        return by.perform("recv", like, peer)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _received_of(by: Any, peer: Peer, kinds: Any, like: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
-    found: jax.Array = by.perform("recv", like, peer)
-    return found
+    def backward(_: None, g: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        nothing = _sent(by, peer.back(), g)
+        like, *after = [_zeros(kind, nothing) for kind in kinds]
+        return like, after
 
-
-def _received_forward(by: Any, peer: Peer, kinds: Any, like: jax.Array, after: Any) -> tuple[jax.Array, None]:
-    return _received_of(by, peer, kinds, like, after), None
-
-
-def _received_backward(by: Any, peer: Peer, kinds: Any, _: None, g: jax.Array) -> tuple[Any, Any]:
-    nothing = _sent(by, peer.back(), _type_of(g), g)
-    like, *after = [_zeros(kind, nothing) for kind in kinds]
-    return like, after
-
-
-_sent.defvjp(_sent_forward, _sent_backward)
-_received_of.defvjp(_received_forward, _received_backward)
+    received.defvjp(lambda like, after: (received(like, after), None), backward)
+    return received(like, after)

@@ -13,7 +13,7 @@ from voting; that ends in an error. MPI learns only of killed ranks, so the laun
 
 import logging
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ import numpy as np
 from jdistgrad.collectives.by_mpi4jax import AT_ONCE
 from jdistgrad.collectives.engines import OverMPI
 from jdistgrad.collectives.mpi import MPI
-from jdistgrad.collectives.world import TOLD_SECONDS, complete, is_failure, lost_among, names_of
+from jdistgrad.collectives.world import TOLD_SECONDS, complete, is_failure, lost_among
 from jdistgrad.errors import CollectiveError, MissingRanksError, WorkerLostError
 from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.watchdog import CollectiveEntry, WatchedBlock
@@ -131,6 +131,10 @@ class Survivors(MPI):
             poll(lambda: lost <= peers.lost.keys(), TOLD_SECONDS)  # another thread is about to find out
             log.warning("data-parallel steps continue on %d ranks, without %s", other.size, names_of(sorted(lost)))
         return other
+
+
+def names_of(ranks: Sequence[int]) -> str:
+    return ", ".join(str(current_worker().directory.workers[rank]) for rank in ranks)
 
 
 def _require_to_stay() -> None:

@@ -50,10 +50,6 @@ def lost_among(ranks: Sequence[int]) -> list[int]:
     return sorted(worker.peers.lost.keys() & set(ranks)) if worker is not None and worker.survives else []
 
 
-def names_of(ranks: Sequence[int]) -> str:
-    return ", ".join(str(current_worker().directory.workers[rank]) for rank in ranks)
-
-
 def is_failure(error: Exception) -> bool:
     """Return whether an error is an MPI error that the death of a rank may cause."""
     if not type(error).__module__.startswith("mpi4py"):

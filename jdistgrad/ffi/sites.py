@@ -124,14 +124,15 @@ class SharedCalls:
                 if not results:
                     del self._runs[key]
 
-        def perform_for_all() -> Any:
-            try:
-                found.set_result(perform())
-            except BaseException as error:
-                found.set_exception(error)
+        def result() -> Any:
+            if first:
+                try:
+                    found.set_result(perform())
+                except BaseException as error:
+                    found.set_exception(error)
             return found.result()
 
-        return perform_for_all if first else found.result
+        return result
 
 
 class SiteCall:

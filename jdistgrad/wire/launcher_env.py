@@ -9,8 +9,7 @@ LAUNCHER_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK", "PMI_SIZE
 RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 # SLURM's is set by srun, with or without MPI, and not in a batch script; the last by torchrun, which knows no MPI.
 SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS", "ROLE_WORLD_SIZE")
-# The remedy where the processes that these variables count do not find each other.
-TOGETHER = (
+TOGETHER = (  # the remedy if the processes do not find each other
     "start the processes with the mpirun of this MPI, also in a batch job, or with srun --mpi=pmix (srun --mpi=list "
     "shows the kinds there are)"
 )
@@ -23,21 +22,20 @@ LOCAL_RANK_VARIABLES = (
     "SLURM_LOCALID",
 )
 
-# The variables by which a process finds its job. The settings of MPI (OMPI_MCA_...) are not among them.
+# Prefixes of the variables by which a process finds its job, and of MPI's settings, which stay.
 OF_A_JOB = ("OMPI_", "PMIX_", "PMI_", "PRTE_", "MPI_LOCAL", "SLURM_")
 OF_MPI = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_")
-OF_A_JOB_IN_OPEN_MPI_4 = ("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix")  # where settings name the job, too
+OF_A_JOB_IN_OPEN_MPI_4 = ("OMPI_MCA_orte_", "OMPI_MCA_ess", "OMPI_MCA_pmix")  # settings that name the job
 
-
-# Where ranks leave notes for `jdistgrad run`, and what the notes are called: before MPI starts, ranks cannot tell each
-# other that they have called ``init``; and mpirun's exit status does not tell whether any rank of a job that survives
-# came to its end, nor whether one failed when the others needed it no more.
+# The folder of marker files for `jdistgrad run`, and the markers' names: before MPI starts, ranks cannot communicate
+# that they have called ``init``; and mpirun's exit status does not show whether any rank of a job that survives came to
+# its end, nor whether one failed when the others did not need it any more.
 NOTES = "JDISTGRAD_NOTES"
 CALLED, JOINED, ENDED, FAILED = "called", "joined", "ended", "failed"
 
 
 def leave_note(what: str, text: str = "") -> None:
-    """Leave a note for the launcher, if it wants notes and has none of this kind."""
+    """Create a marker file for the launcher, unless this rank has one of this name."""
     folder = os.environ.get(NOTES)
     if folder:
         path = pathlib.Path(folder, f"{what}-{rank()}")
@@ -46,7 +44,7 @@ def leave_note(what: str, text: str = "") -> None:
 
 
 def notes(folder: str, what: str) -> dict[int, str]:
-    """Return the notes that ranks have left, by rank."""
+    """Return the texts of the ranks' marker files, by rank."""
     return {
         int(path.name.rpartition("-")[2]): path.read_text(encoding="utf-8")
         for path in pathlib.Path(folder).glob(f"{what}-*")
@@ -59,7 +57,7 @@ PLACE = "JDISTGRAD_PLACE"  # the job, the rank, and the process that has this ra
 
 
 def job() -> str | None:
-    """Return the name that the launcher has given to the job, if it has."""
+    """Return the launcher's name of the job, if there is one."""
     for variables in JOB_VARIABLES:
         if all(name in os.environ for name in variables):
             return "-".join(os.environ[name] for name in variables)
@@ -67,22 +65,21 @@ def job() -> str | None:
 
 
 def take_place() -> None:
-    """Note for children, which inherit the environment, that this process has its rank's place in the job."""
+    """Mark in the environment, which children inherit, that this process is its rank's."""
     os.environ[PLACE] = json.dumps([job(), rank(), os.getpid()])
 
 
 def place_taken_by() -> int | None:
-    """Return the process that has the place of this one in the job, if another has taken it."""
+    """Return the process that is this process's rank, if it is another one."""
     of, number, process = json.loads(os.environ.get(PLACE, "[null, null, null]"))
     return process if (of, number) == (job(), rank()) and process != os.getpid() else None
 
 
-# By this variable mpi4py leaves MPI open at the end of a process.
-LEFT_OPEN = "MPI4PY_RC_FINALIZE"
+LEFT_OPEN = "MPI4PY_RC_FINALIZE"  # the variable by which mpi4py leaves MPI open at the end of a process
 
 
 def outside_the_job() -> dict[str, str]:
-    """Return this process's environment without what would make a child a part of the job."""
+    """Return this process's environment without the variables of the job."""
     of_mpi = {name for name in os.environ if name.startswith(OF_MPI)}
     of_a_job = {name for name in os.environ if name.startswith(OF_A_JOB)} - of_mpi
     of_a_job |= {PLACE, *(name for name in of_mpi if name.startswith(OF_A_JOB_IN_OPEN_MPI_4))}
@@ -90,12 +87,12 @@ def outside_the_job() -> dict[str, str]:
 
 
 def launched() -> bool:
-    """Return whether a launcher has started this process as part of a job."""
+    """Return whether a launcher has started this process."""
     return any(variable in os.environ for variable in LAUNCHER_VARIABLES) or started_processes()[1] > 1
 
 
 def started_processes() -> tuple[str, int]:
-    """Return how many processes the launcher says it has started, or 1, and the variable that says so."""
+    """Return the variable with the launcher's number of processes, and the number; ("", 1) without one."""
     name = next((name for name in SIZE_VARIABLES if os.environ.get(name, "").isdecimal()), "")
     return name, int(os.environ[name]) if name else 1
 

@@ -21,8 +21,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-CLOSED_IN_PROGRAMS = 1  # MFD_CLOEXEC
-
 # A rank's shared memory consists of grains. The first holds the doorbell's byte, a mark for each grain and each rank;
 # the others hold pieces.
 GRAIN = 1 << 16
@@ -59,7 +57,7 @@ class SharedMemory:
             name = f"jdistgrad-{uuid.uuid4().hex}"  # unique among all machines
             try:
                 # Pythons built for old systems, as conda's, lack os.memfd_create.
-                self._file = ctypes.CDLL(None).memfd_create(name.encode(), CLOSED_IN_PROGRAMS)
+                self._file = ctypes.CDLL(None).memfd_create(name.encode(), 1)  # MFD_CLOEXEC
                 os.ftruncate(self._file, NBYTES)
                 self.own = mmap.mmap(self._file, NBYTES)
                 self.address = f"{name} /proc/{os.getpid()}/fd/{self._file}"

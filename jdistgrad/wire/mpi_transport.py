@@ -168,22 +168,20 @@ class MPITransport(Transport):
             self._find_lost(self._failures)
             if self._lost:
                 return
-        dead = failed(self._comm)
-        if not dead or self._failures is not None:
             raise error
-        # Where mpirun does not end the job at a death: `mpirun --with-ft ulfm`.
-        why = f"{self._is_lost(dead[0])}. This world does not go on without it: that takes init(survive=True)"
-        raise errors.WorkerLostError(why, worker=dead[0]) from error
+        for dead in failed(self._comm):  # where mpirun does not end the job at a death: `mpirun --with-ft ulfm`
+            why = f"{self._is_lost(dead)}. Use init(survive=True) for a world that goes on without it"
+            raise errors.WorkerLostError(why, worker=dead) from error
+        raise error
 
     def _find_lost(self, failures: Failures) -> None:
         for rank in failures.find():
             self.lose(rank)
             self._receiver.lost(rank, "it was killed or ended")
-        if self._lost:
-            for transfers in (self._outgoing, self._incoming):
-                for transfer in [one for one in transfers.copy() if one.peer in self._lost]:
-                    transfers.remove(transfer)
-                    self._dropped.append(transfer)
+        for transfers in (self._outgoing, self._incoming) if self._lost else ():
+            for transfer in [one for one in transfers.copy() if one.peer in self._lost]:
+                transfers.remove(transfer)
+                self._dropped.append(transfer)
 
     # Receiving, on whichever thread looks for messages.
 
