@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad import jaxprs
-from jdistgrad.collectives.operations import CHUNK, OPERATIONS, Route
+from jdistgrad.collectives.operations import CHUNK, OPERATIONS, Route, keeping_nans
 from jdistgrad.collectives.roll_call import agree, announce
 from jdistgrad.collectives.spanning import Finish, Program
 from jdistgrad.ffi.abi import carrier
@@ -65,11 +65,8 @@ def _run(all_: Any, name: str, x: jax.Array, how: Any) -> jax.Array:
         target, source = (mpi.PROC_NULL if end is None else end for end in how.ends(all_.rank))
         moved = mpi4jax.sendrecv(x, x, source, target, sendtag=ROUTE_TAG, recvtag=ROUTE_TAG, comm=comm)
         return jnp.zeros_like(moved) if source == mpi.PROC_NULL else moved
-    reduced = mpi4jax.allreduce(x, op={"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}[how], comm=comm)
-    if how == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
-        return reduced
-    unknown = mpi4jax.allreduce(jnp.isnan(x).astype(jnp.int32), op=mpi.SUM, comm=comm)
-    return jnp.where(unknown > 0, jnp.nan, reduced)  # MPI's maximum of NaN depends on the rank that holds it
+    operations = {"sum": mpi.SUM, "max": mpi.MAX, "min": mpi.MIN}
+    return keeping_nans(lambda x, op: mpi4jax.allreduce(x, op=operations[op], comm=comm), x, how)
 
 
 # A section of a program begins with a meeting of the ranks, and counts as being inside MPI until it ends. The effect of

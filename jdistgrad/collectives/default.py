@@ -1,8 +1,7 @@
 """The collectives of the current world."""
 
-import functools
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -56,19 +55,14 @@ def of_this_world(
 def _between_processes(chosen: tuple[int, ...] | None, timeout: float) -> MPI:
     """Return XLA's collectives on accelerators that ``jax.distributed`` connects; else MPI's."""
     comm = None if chosen is None else world.subset(chosen, timeout)
-    if settings.collectives:
-        named: dict[str, Callable[..., MPI]] = {
-            "devices": Devices,
-            "mpi-on-device": functools.partial(MPI, on_device=True),
-            "mpi": MPI,
-        }
-        return named[settings.collectives](comm, timeout=timeout)
-    if jax.distributed.is_initialized() and jax.default_backend() != "cpu":
+    if settings.collectives == "devices":
+        return Devices(comm, timeout=timeout)
+    if not settings.collectives and jax.distributed.is_initialized() and jax.default_backend() != "cpu":
         try:
             return Devices(comm, timeout=timeout)
         except UnusableDevicesError as error:  # on all ranks
             log.warning("%s Gradients are averaged over MPI, in host memory.", error)
-    return MPI(comm, timeout=timeout)
+    return MPI(comm, on_device=settings.collectives == "mpi-on-device", timeout=timeout)
 
 
 def able_to_go_on(collectives: HostCollectives) -> HostCollectives:

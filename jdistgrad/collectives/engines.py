@@ -149,9 +149,8 @@ class OverMPI:
             self.members.send(target, MOVES, memory.reshape(-1).view(np.uint8))
         if source is None or source == here:
             return np.zeros_like(memory) if source is None else memory.copy()
-        octets = self.members.receive(source, MOVES, what, timeout)
-        found: np.ndarray = octets.view(memory.dtype).reshape(memory.shape)
-        return found
+        octets: np.ndarray = self.members.receive(source, MOVES, what, timeout)
+        return octets.view(memory.dtype).reshape(memory.shape)
 
 
 def _as_mpi(flat: np.ndarray, op: str) -> tuple[np.ndarray, Any, Any]:

@@ -254,6 +254,7 @@ def _carried(all_: Any, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
             raise_if_lost([all_.world_ranks[peer.rank]], f"send to {peer}", error)
             raise
         return np.zeros((), np.float32)
+    octets: np.ndarray
     sent, octets = all_.members.receive(peer.rank, peer.tag, f"recv from {peer}", all_.timeout, SENDS_NOTHING)
     if sent != words:
         raise DisagreementError(
@@ -262,8 +263,7 @@ def _carried(all_: Any, name: str, x: np.ndarray, peer: Peer) -> np.ndarray:
             "differentiates, the other must too.",
             rank=peer.rank,
         )
-    found: np.ndarray = octets.view(x.dtype).reshape(x.shape)
-    return found
+    return octets.view(x.dtype).reshape(x.shape)
 
 
 class Local(HostCollectives):

@@ -11,7 +11,7 @@ from jax import lax
 
 from jdistgrad._compat import varies_over
 from jdistgrad.collectives.base import Collectives
-from jdistgrad.collectives.operations import OPERATIONS, Route
+from jdistgrad.collectives.operations import OPERATIONS, Route, keeping_nans
 from jdistgrad.errors import CollectiveError
 from jdistgrad.ffi.abi import carrier
 from jdistgrad.rpc.worker import find_worker
@@ -68,7 +68,8 @@ class Mesh(Collectives):
             return self.perform(name, x.astype(carried), how).astype(x.dtype)
         axis = self.axis_name
         if name == "allreduce":
-            return self._reduced(x, how)
+            reducers = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}
+            return keeping_nans(lambda x, op: reducers[op](x, axis), x, how)
         if name == "broadcast":
             kept = jnp.where(here == how, x, jnp.zeros_like(x))
             return lax.psum(kept.astype(jnp.int8), axis).astype(bool) if x.dtype == bool else lax.psum(kept, axis)
@@ -80,13 +81,6 @@ class Mesh(Collectives):
             return lax.ppermute(x, *self._in_order_of_mesh(how.pairs))
         rows = lax.all_gather(x, axis)
         return rows if name == "allgather" else OPERATIONS[name].result(rows, here, how).astype(x.dtype)
-
-    def _reduced(self, x: jax.Array, op: str) -> jax.Array:
-        reduced: jax.Array = {"sum": lax.psum, "max": lax.pmax, "min": lax.pmin}[op](x, self.axis_name)
-        if op == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
-            return reduced
-        unknown = lax.psum(jnp.isnan(x).astype(jnp.int32), self.axis_name)
-        return jnp.where(unknown > 0, jnp.nan, reduced)  # gloo's maximum of NaN depends on the rank that holds it
 
     def _in_order_of_mesh(self, pairs: Sequence[tuple[int, int]]) -> tuple[Any, list[tuple[int, int]]]:
         """Return the axes in the mesh's order, by which ``ppermute`` numbers ranks, and pairs of ranks numbered so."""

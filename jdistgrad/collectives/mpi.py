@@ -64,10 +64,8 @@ class MPI(HostCollectives):
             self.agree("new collectives over MPI on devices")
             for rank, reason in enumerate(self.gather_objects(by_mpi4jax.refusal())):
                 if reason:
-                    raise CollectiveError(
-                        f"MPI(on_device=True): rank {rank}: {reason} Without on_device=True gradients go through host "
-                        "memory."
-                    )
+                    remedy = "Without on_device=True gradients go through host memory."
+                    raise CollectiveError(f"MPI(on_device=True): rank {rank}: {reason} {remedy}")
 
     def __repr__(self) -> str:
         return f"MPI(rank={self.rank}, size={self.size}{'' if self.device is None else ', on_device=True'})"

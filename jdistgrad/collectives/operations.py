@@ -41,6 +41,14 @@ def combined(parts: Sequence[np.ndarray] | np.ndarray, op: str) -> np.ndarray:
     return result
 
 
+def keeping_nans(reduce: Callable[[jax.Array, str], jax.Array], x: jax.Array, op: str) -> jax.Array:
+    """Reduce, where the maximum of NaN depends on the rank that holds it, as in MPI and gloo."""
+    reduced = reduce(x, op)
+    if op == "sum" or not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduced
+    return jnp.where(reduce(jnp.isnan(x).astype(jnp.int32), "sum") > 0, jnp.nan, reduced)
+
+
 # The table.
 
 
@@ -56,7 +64,6 @@ class Row:
       batch: the place of a batch's axis, in the argument and in the result: second where rows are exchanged, or arrays
         stacked.
       overwrites: whether the result is written over the argument, in host memory.
-      words: ``how`` as text, for messages.
     """
 
     result: Callable[[Any, Any, Any], Any]
@@ -64,12 +71,6 @@ class Row:
     shape: Callable[[Shape, int], Shape] = lambda shape, size: shape
     batch: tuple[int, int] = (0, 0)
     overwrites: bool = False
-    words: Callable[[Any], str] = lambda how: ""
-
-
-def _rows_of(x: Any, rank: int, size: int) -> Any:
-    count = len(x) // size
-    return x[count * rank : count * (rank + 1)]
 
 
 def _moved(parts: Sequence[Any], rank: int, route: "Route") -> Any:
@@ -93,14 +94,12 @@ OPERATIONS: dict[str, Row] = {
         lambda parts, rank, op: combined(parts, op),
         lambda by, g, op: by.perform("allreduce", g, "sum"),
         overwrites=True,
-        words=" ({})".format,
     ),
     # how: the root
     "broadcast": Row(
         lambda parts, rank, root: np.array(parts[root]),
         lambda by, g, root: jnp.where(by.rank == root, by.perform("allreduce", g, "sum"), jnp.zeros_like(g)),
         overwrites=True,
-        words=" from rank {}".format,
     ),
     "allgather": Row(
         lambda parts, rank, how: np.stack(parts),
@@ -115,7 +114,7 @@ OPERATIONS: dict[str, Row] = {
         batch=(1, 1),
     ),
     "reduce_scatter": Row(
-        lambda parts, rank, how: combined([_rows_of(part, rank, len(parts)) for part in parts], "sum"),
+        lambda parts, rank, how: combined([np.split(part, len(parts))[rank] for part in parts], "sum"),
         lambda by, g, how: by.perform("allgather", g).reshape(by.size * len(g), *g.shape[1:]),
         lambda shape, size: (shape[0] // size, *shape[1:]),
         batch=(1, 1),
@@ -124,22 +123,21 @@ OPERATIONS: dict[str, Row] = {
     "scan": Row(
         lambda parts, rank, step: _prefix_sum(parts, rank, step, inclusive=True),
         lambda by, g, step: by.perform("scan", g, -step),
-        words=" in steps of {}".format,
     ),
     "exscan": Row(
         lambda parts, rank, step: _prefix_sum(parts, rank, step, inclusive=False),
         lambda by, g, step: by.perform("exscan", g, -step),
-        words=" in steps of {}".format,
     ),
     # how: a ``Route``
-    "shift": Row(_moved, lambda by, g, route: by.perform("shift", g, route.reversed()), words=" {}".format),
-    "permute": Row(_moved, lambda by, g, route: by.perform("permute", g, route.reversed()), words=" {}".format),
+    "shift": Row(_moved, lambda by, g, route: by.perform("shift", g, route.reversed())),
+    "permute": Row(_moved, lambda by, g, route: by.perform("permute", g, route.reversed())),
 }
 
 
 def described(name: str, x: Any, how: Any) -> str:
     """Describe an operation in the words that the ranks compare."""
-    return f"{name} of {x.dtype}{list(x.shape)}" + OPERATIONS[name].words(how)
+    root = "root " if name == "broadcast" else ""
+    return f"{name} of {x.dtype}{list(x.shape)}" + ("" if how is None else f" ({root}{how})")
 
 
 # The primitive. Besides the rows of the table it has "send" and "recv", in which only two ranks take part. ``by`` is

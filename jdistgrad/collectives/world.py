@@ -27,8 +27,7 @@ def raise_lost(error: Exception, ranks: Sequence[int], what: str, *, patient: bo
         poll(lambda: not is_failure(error) or worker.failure is not None, TOLD_SECONDS)
         if isinstance(worker.failure, errors.WorkerLostError):
             raise worker.failure.with_traceback(None) from error
-        return
-    if patient:
+    elif patient:
         poll(lambda: lost_among(ranks), TOLD_SECONDS)  # another thread is about to find out
     elif is_failure(error) and not lost_among(ranks):
         text = f"{worker.info} ({what}): a rank has died, or left this operation because another has died"

