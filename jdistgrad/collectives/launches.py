@@ -46,11 +46,17 @@ class Launch:
 
     def overdue(self) -> bool:
         now = time.monotonic()
-        arrays = [(one, one()) for one in self.inputs]
-        self.inputs = [one for one, x in arrays if x is not None and not (x.is_deleted() or x.is_ready())]
+        self.inputs = [one for one in self.inputs if _is_awaited(one())]
         if self.inputs:
             self.since = now
         return now - self.since > self.timeout
+
+
+def _is_awaited(array: Any) -> bool:
+    try:
+        return array is not None and not array.is_ready()
+    except RuntimeError:  # deleted: donated to a program
+        return False
 
 
 class Launches:
@@ -59,7 +65,7 @@ class Launches:
     def __init__(self) -> None:
         self._launches: collections.deque[Launch] = collections.deque()
         self._lock = threading.Lock()
-        self._any, self._over = threading.Event(), threading.Event()
+        self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def begin(self, what: str, block: WatchedBlock, inputs: Iterable[Any], timeout: float) -> Launch:
@@ -74,7 +80,6 @@ class Launches:
             if self._thread is None:
                 self._thread = started(self._watch, "jdistgrad-devices")
                 atexit.register(self.end)
-        self._any.set()
         return launch
 
     def end(self) -> None:
@@ -83,7 +88,6 @@ class Launches:
         while any(one.done is not None and not one.has_ended for one in self._launches.copy()):
             time.sleep(END_SECONDS)
         self._over.set()
-        self._any.set()
         join_soon([self._thread])
 
     def give_up(self, launch: Launch) -> None:
@@ -108,16 +112,13 @@ class Launches:
                     end_job(launch, f"{launch.what}, a program over the devices of all ranks, failed: {error}")
 
     def _watch(self) -> None:
-        while self._any.wait() and not self._over.wait(LOOK_SECONDS):
+        while not self._over.wait(LOOK_SECONDS):
             self._drop_ended()
-            with self._lock:
-                first = self._launches[0] if self._launches else None
-                if first is None:
-                    self._any.clear()
+            first = next(iter(self._launches.copy()), None)
             if first is None or not first.overdue():
                 continue
-            who, what = first.block.worker.info, first.what
-            text = f"{who} has waited {first.timeout:g} s for {what}, a program over all devices. "
+            who = first.block.worker.info
+            text = f"{who} has waited {first.timeout:g} s for {first.what}, a program over all devices. "
             with contextlib.suppress(Exception):  # nobody reads or answers
                 print(f"jdistgrad: {text}{first.block.unfinished()}", file=sys.stderr, flush=True)
             time.sleep(GRACE_SECONDS)
