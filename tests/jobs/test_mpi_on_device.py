@@ -119,7 +119,7 @@ def test_the_trial_in_a_process_of_its_own(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert "ended with signal 11: this MPI takes no device pointers" in by_mpi4jax.trial()
     crashing.write_text("raise OSError('no MPI here')\n")
-    assert by_mpi4jax.trial().endswith("in a process of its own, failed: OSError: no MPI here.")
+    assert by_mpi4jax.trial().endswith("in a separate process, failed: OSError: no MPI here.")
 
 
 def test_a_trial_that_receives_other_numbers_fails(tmp_path, monkeypatch):
