@@ -1,9 +1,12 @@
 """Groups of processes or threads that agree on each operation and reduce in host memory; groups of threads."""
 
+import collections
 import concurrent.futures
 import contextlib
 import copy
 import functools
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self, TypeVar, cast
 
@@ -12,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
 
+from jdistgrad._compat import settings_of_results
 from jdistgrad.collectives.base import Collectives
 from jdistgrad.collectives.engines import OverMPI, Threads
 from jdistgrad.collectives.host_arrays import copied, like
-from jdistgrad.collectives.in_turn import InTurn
 from jdistgrad.collectives.operations import OPERATIONS, collective_p, described
 from jdistgrad.collectives.roll_call import agree, undivided
 from jdistgrad.collectives.send_recv import Peer
@@ -28,6 +31,7 @@ from jdistgrad.rpc.meetings import Members
 from jdistgrad.rpc.traced_hook import staging
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.wire.arrays import bytes_of
+from jdistgrad.wire.interrupts import InterruptibleFuture, put_off_interrupt
 
 T = TypeVar("T")
 
@@ -36,6 +40,57 @@ SENDS_NOTHING = (
     "For each recv, and each derivative of a send, the other rank has to send: what it received must depend on what it "
     "differentiates (recv's after=), and the results of send and recv must be part of the losses."
 )
+
+
+class InTurn:
+    """A queue of functions, which a thread of the worker's pool runs as long as there are any.
+
+    A function runs with the JAX settings of the thread that submits it.
+    """
+
+    def __init__(self) -> None:
+        self._tasks = collections.deque[Callable[[], None]]()
+        self._lock, self._runs = threading.Lock(), False
+        self._latest: Callable[[], concurrent.futures.Future[Any] | None] = lambda: None
+
+    def submit(self, function: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
+        worker, future, (x64, precision, device) = current_worker(), InterruptibleFuture[Any](), settings_of_results()
+        future.set_running_or_notify_cancel()  # not to be cancelled: the other ranks run the function too
+
+        def run() -> None:
+            try:
+                with jax.enable_x64(x64), jax.default_matmul_precision(precision), jax.default_device(device):
+                    future.set_result(function(*args))
+            except BaseException as error:
+                future.set_exception(error)
+
+        with put_off_interrupt():  # else the task might get no thread
+            with self._lock:
+                self._tasks.append(run)
+                begins, self._runs = not self._runs, True
+            if begins:
+                worker.run(self._run)
+        self._latest = weakref.ref(future)  # the result may be large
+        return future
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.submit(function, *args).result()
+
+    def finish(self) -> None:
+        """Wait until all submitted functions have run."""
+        latest = self._latest()
+        if latest is not None:
+            latest.exception()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                self._runs = bool(self._tasks)
+                if not self._runs:
+                    return
+                task = self._tasks.popleft()
+            task()
+            del task
 
 
 class HostCollectives(Collectives):

@@ -14,8 +14,7 @@ from jdistgrad._compat import trace_context
 from jdistgrad.collectives import host_arrays
 from jdistgrad.collectives.default import able_to_go_on
 from jdistgrad.collectives.descriptions import describe, flatten, index_dimensions, is_sparse
-from jdistgrad.collectives.host import HostCollectives
-from jdistgrad.collectives.in_turn import InTurn
+from jdistgrad.collectives.host import HostCollectives, InTurn
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.roll_call import Act, Joining
 from jdistgrad.data_parallel.agreement import BucketPlan, Handling, PlannedStep, Rules, Settings, Terms, bit_digests

@@ -24,7 +24,7 @@ from jdistgrad import events, jaxprs
 from jdistgrad._compat import trace_context
 from jdistgrad.collectives.base import Collectives
 from jdistgrad.collectives.descriptions import removed
-from jdistgrad.collectives.in_turn import InTurn
+from jdistgrad.collectives.host import InTurn
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.spanning import Program, at_home, in_one_order, where_it_was
 from jdistgrad.data_parallel.agreement import BucketPlan, Handling, PlannedStep, Rules

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from jdistgrad.collectives.descriptions import Leaf, index_dimensions
-from jdistgrad.collectives.in_turn import InTurn
+from jdistgrad.collectives.host import InTurn
 from jdistgrad.collectives.roll_call import Act
 from jdistgrad.data_parallel.agreement import BucketPlan, Handling, PlannedStep
 from jdistgrad.data_parallel.averages import require_rows

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jdistgrad.collectives.in_turn import InTurn
+from jdistgrad.collectives.host import InTurn
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CallTimeoutError, ContextError
 from jdistgrad.rpc.claims import emptied
