@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import io
 import operator
-from collections.abc import Callable
+import pickle
+import types
 from typing import Any
 
 import jax
@@ -11,8 +13,9 @@ from flax import linen, nnx
 
 from jdistgrad import jaxprs
 from jdistgrad.autograd.values.holes import is_array
-from jdistgrad.modules.applying import Apply, Blueprint, Made, built
-from jdistgrad.rpc.functions import Args, Kwargs
+from jdistgrad.modules.applying import Apply, Blueprint, Made
+from jdistgrad.rpc.by_value import CODE, code_of
+from jdistgrad.rpc.functions import Args, Kwargs, import_path, registered_name
 
 
 class LinenApply(Apply):
@@ -21,20 +24,16 @@ class LinenApply(Apply):
     Like ``module.apply``, a call changes the collections that its argument ``mutable`` names.
     """
 
-    @functools.cached_property
-    def module(self) -> linen.Module:
-        return built(self.blueprint)
-
     def init(self, rng: Any, args: Args) -> Made:
         """Initialize the module, compiled as a whole if all arguments are arrays: op by op takes twice as long."""
         key = jax.random.key(rng) if isinstance(rng, int) else rng
-        init = jax.jit(self.module.init) if all(map(is_array, jax.tree.leaves(args))) else self.module.init
+        init = jax.jit(self.made.init) if all(map(is_array, jax.tree.leaves(args))) else self.made.init
         variables = dict(init(key, *args))
         return variables.pop("params", {}), variables
 
     def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         mutable = kwargs.pop("mutable", False)
-        found = self.module.apply({"params": parameters, **state}, *args, mutable=mutable, **kwargs)
+        found = self.made.apply({"params": parameters, **state}, *args, mutable=mutable, **kwargs)
         if mutable is False:
             return found, state
         result, changed = found
@@ -47,14 +46,44 @@ class LinenApply(Apply):
         return result, {name: changed.get(name, part) for name, part in state.items()}
 
 
-def take_apart(value: Any) -> Blueprint | None:
-    """Return the blueprint of a module: its class and the fields that are not defaults. None for other values."""
-    if not isinstance(value, linen.Module):
-        return None
-    fields = [field for field in dataclasses.fields(value) if field.init and field.name != "parent"]
-    given = [(field.name, getattr(value, field.name)) for field in fields]
-    defaults = {field.name: field.default for field in fields}
-    return Blueprint(type(value), (), tuple((name, one) for name, one in given if one is not defaults[name]))
+class ModulePickler(pickle.Pickler):
+    """Pickles a linen module as its class and the fields that are not defaults; functions and classes as numbers.
+
+    Attributes:
+      functions: the functions and classes, by ``id``; those that no name leads to, ``initializers.normal(0.1)``, by
+        value.
+    """
+
+    def __init__(self, stream: Any):
+        super().__init__(stream)
+        self.functions = dict[int, Any]()
+
+    def persistent_id(self, obj: Any) -> int | None:
+        has_name = import_path(obj) is not None or registered_name(obj) is not None
+        if not has_name and not isinstance(obj, CODE):
+            return None
+        if id(obj) not in self.functions:
+            code = code_of(obj) if isinstance(obj, types.FunctionType) and not has_name else None
+            self.functions[id(obj)] = obj if code is None else code
+        return [*self.functions].index(id(obj))
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, linen.Module):
+            return NotImplemented
+        fields = [field for field in dataclasses.fields(obj) if field.init and field.name != "parent"]
+        given = {field.name: getattr(obj, field.name) for field in fields}
+        changed = {field.name: given[field.name] for field in fields if given[field.name] is not field.default}
+        kind: Any = type(obj)
+        return functools.partial(kind, **changed), ()
+
+
+def blueprint(module: Any) -> Blueprint:
+    stream = io.BytesIO()
+    pickler = ModulePickler(stream)
+    pickler.dump(module)
+    named = module.func if isinstance(module, functools.partial) else module
+    label = getattr(named, "__qualname__", None) or type(named).__name__
+    return Blueprint(label, stream.getvalue(), tuple(pickler.functions.values()))
 
 
 class NnxApply(Apply):
@@ -64,28 +93,29 @@ class NnxApply(Apply):
 
     def init(self, rng: Any, args: Args) -> Made:
         """Make the module and return its variables. The arguments are not needed."""
-        _, parameters, state = nnx.split(self._make(rng), nnx.Param, ...)
+        _, parameters, state = nnx.split(self.made(rngs=nnx.Rngs(rng)), nnx.Param, ...)
         return nnx.to_pure_dict(parameters), nnx.to_pure_dict(state)
 
     def run(self, parameters: Any, state: Any, args: Args, kwargs: Kwargs) -> tuple[Any, Any]:
         call, before = functools.partial(self._called, args=args, kwargs=kwargs), (parameters, state)
         result, after = call(before)
-        kept, left = _with_the_same_leaves(before, after, lambda before: call(before)[1])
-        known, found = map(jax.tree_util.tree_leaves_with_path, (parameters, kept))
-        for (path, one), (_, other) in zip(known, found, strict=True):
-            if one is not other:  # parameters are the optimizer's business
+        known, (found, tree) = jax.tree.leaves(before), jax.tree.flatten(after)
+        if not all(map(operator.is_, known, found)):
+            # nnx.remat and nnx.jit return new objects for what they pass on: only a trace shows that these are the same
+            numbers = jaxprs.passed_on(jax.make_jaxpr(lambda before: call(before)[1])(before).jaxpr)
+            found = [one if k is None else known[k] for k, one in zip(numbers, found, strict=True)]
+        kept, left = jax.tree.unflatten(tree, found)
+        for (path, one), mine in zip(jax.tree_util.tree_leaves_with_path(kept), known, strict=False):
+            if one is not mine:
                 raise ValueError(
                     f"{self.label} changes its parameter {jax.tree_util.keystr(path)} in a call, as nnx.SpectralNorm("
-                    "update_stats=True) does. Only an optimizer changes the parameters of a RemoteModule: make what "
-                    "calls change a variable of another type than nnx.Param."
+                    "update_stats=True) does. Only optimizers change the parameters of a RemoteModule: use another "
+                    "type than nnx.Param for variables that calls change."
                 )
         return result, left
 
     def _called(self, before: tuple[Any, Any], args: Args, kwargs: Kwargs) -> tuple[Any, tuple[Any, ...]]:
-        """Return the module's result, and its parameters and its state after the call: those it was made with.
-
-        A call may have made other variables (sow).
-        """
+        """Return the result, and the parameters and the state after the call, without variables that it made (sow)."""
         graph, *templates = self._parts
         filled = [jax.tree.map(lambda leaf: leaf, one) for one in templates]
         for one, values in zip(filled, before, strict=True):
@@ -104,19 +134,4 @@ class NnxApply(Apply):
     @functools.cached_property
     def _parts(self) -> Any:
         """The module's structure, with shapes instead of arrays."""
-        return nnx.split(nnx.eval_shape(lambda: self._make(0)), nnx.Param, ...)
-
-    def _make(self, rng: Any) -> Any:
-        return built(self.blueprint)(rngs=nnx.Rngs(rng))
-
-
-def _with_the_same_leaves(before: Any, after: Any, call: Callable[[Any], Any]) -> Any:
-    """Return what a call leaves, with the leaves from before where it passes them on, as ``nnx.remat`` and ``jit`` do.
-
-    These return other objects, of which only a trace tells that they are the same.
-    """
-    known, (found, tree) = jax.tree.leaves(before), jax.tree.flatten(after)
-    if len(known) == len(found) and all(map(operator.is_, known, found)):
-        return after
-    numbers = jaxprs.passed_on(jax.make_jaxpr(call)(before).jaxpr)
-    return jax.tree.unflatten(tree, [one if k is None else known[k] for k, one in zip(numbers, found, strict=True)])
+        return nnx.split(nnx.eval_shape(lambda: self.made(rngs=nnx.Rngs(0))), nnx.Param, ...)

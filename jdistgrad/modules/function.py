@@ -1,7 +1,6 @@
 """Functions and flax modules whose parameters live on another worker, where they run."""
 
 import contextlib
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -10,7 +9,7 @@ import jax
 import numpy as np
 
 from jdistgrad.corrections import Corrected
-from jdistgrad.modules.applying import Apply, Blueprint, apply_of, blueprint, make
+from jdistgrad.modules.applying import Apply, Blueprint, apply_of, make
 from jdistgrad.optim.owner import converted, difference
 from jdistgrad.rpc import api
 from jdistgrad.rpc.caller import AnyWorker
@@ -229,13 +228,13 @@ def make_parameters(init: Callable[..., Any], args: Args) -> RRef[Any]:
     return RRef(init(*args))
 
 
-def _taken_apart(module: Any, args: Args) -> tuple[Any, Any]:
-    """Return how a module is applied, and its blueprint. Only here is flax imported: that is slow."""
+def _taken_apart(module: Any, args: Args) -> tuple[Any, Blueprint]:
+    """Return how to apply a module, and its blueprint. Only here is flax imported: that is slow."""
     from flax import linen, nnx
 
     from jdistgrad.modules import flax_modules
 
-    kind: Any
+    is_function = callable(module) and not isinstance(module, type | nnx.Module)
     if isinstance(module, linen.Module):
         try:
             inspect.signature(type(module).__call__).bind(module, *args)
@@ -244,27 +243,19 @@ def _taken_apart(module: Any, args: Args) -> tuple[Any, Any]:
                 f"RemoteModule: a linen module is initialized by a call, and {type(module).__name__} cannot be called "
                 f"with these {len(args)} example arguments: {error}. Pass them as in RemoteModule(to, module, (x,))"
             ) from error
-        kind, made = flax_modules.LinenApply, blueprint(module, flax_modules.take_apart)
-    elif (
-        issubclass(module, nnx.Module)
-        if isinstance(module, type)
-        else callable(module) and not isinstance(module, nnx.Module)
-    ):
-        kind, made = flax_modules.NnxApply, blueprint(module, lambda value: None)
-        if not isinstance(made, Blueprint):
-            made = Blueprint(functools.partial, (made,))
-    else:
+    elif not is_function and not (isinstance(module, type) and issubclass(module, nnx.Module)):
         raise TypeError(
             "RemoteModule takes a flax.linen module, or a class or function that makes a flax.nnx module when called "
-            f"with rngs, not {module!r:.80}. An existing nnx module cannot be moved: pass the class or function that "
-            "makes it, and the worker calls that. A model of any library is jd.RemoteFunction(worker, init, apply): "
-            "init returns its parameters, apply(parameters, *args) calls it."
+            f"with rngs, not {module!r:.80}. Instead of an existing nnx module, pass the class or function that makes "
+            "it. A model of any other library is jd.RemoteFunction(worker, init, apply): init returns its parameters, "
+            "apply(parameters, *args) calls it."
         )
     try:
+        made = flax_modules.blueprint(module)
         hash(made)
-    except TypeError as error:
+    except Exception as error:
         raise TypeError(
-            f"RemoteModule: a module of type {made.label} holds something that cannot be hashed ({error}), so it "
-            "would be compiled for every call. Give it plain values, or write it as a jdistgrad.RemoteFunction."
+            f"RemoteModule: a module of type {type(module).__name__} holds something that cannot be pickled or hashed "
+            f"({error}). Give it plain values, or write it as a jdistgrad.RemoteFunction."
         ) from error
-    return kind, made
+    return flax_modules.LinenApply if isinstance(module, linen.Module) else flax_modules.NnxApply, made

@@ -15,7 +15,6 @@ from helpers.worlds import last, on_worker0
 import jdistgrad as jd
 from jdistgrad.autograd.callee.pullbacks import STATICS_COMPILED
 from jdistgrad.modules import flax_modules
-from jdistgrad.modules.applying import blueprint
 from jdistgrad.modules.function import RemoteModule
 
 
@@ -128,7 +127,7 @@ class Stepped(nn.Module):
 
 def test_arguments_that_keep_changing_are_not_compiled_for():
     """The number of a step would have the module compiled in each step."""
-    apply = flax_modules.LinenApply(blueprint(Stepped(), flax_modules.take_apart), stateful=False)
+    apply = flax_modules.LinenApply(flax_modules.blueprint(Stepped()), stateful=False)
     parameters, _ = apply.init(3, (X, 1))
     for step in (*range(2 * STATICS_COMPILED), 0.5, 1.5):
         found, changed = jax.value_and_grad(lambda p, step=step: jnp.sum(apply(p, X, step)))(parameters)
