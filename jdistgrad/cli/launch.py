@@ -16,7 +16,7 @@ from typing import Any
 
 from jdistgrad.cli.programs import RESTART, check
 from jdistgrad.errors import LauncherError
-from jdistgrad.observe import chrome
+from jdistgrad.observe import timeline as timelines
 from jdistgrad.threads import OWN_POOL, POOL, usable_cores
 from jdistgrad.wire import launcher_env
 
@@ -309,11 +309,11 @@ def run_recorded(path: str, n: int, program: Sequence[str], restarts: int = 0, *
     with tempfile.TemporaryDirectory() as folder:
         status = run(n, ["-m", "jdistgrad.cli.programs", folder, *program], restarts, survive=survive)
         starts = sorted(pathlib.Path(folder).iterdir(), key=lambda start: int(start.name))
-        found = {part.name: chrome.read(part) for start in starts[-1:] for part in sorted(start.glob("*.json"))}
+        found = {part.name: timelines.read(part) for start in starts[-1:] for part in sorted(start.glob("*.json"))}
     if not found:
         say(f"no rank came to its end: there is no timeline to write to {path}")
         return status
-    merged = chrome.merge(found)
-    chrome.write(merged, path)
-    print(chrome.summary(merged, path), file=sys.stderr)
+    merged = timelines.merge(found)
+    timelines.write(merged, path)
+    print(timelines.summary(merged, path), file=sys.stderr)
     return status

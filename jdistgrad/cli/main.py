@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jdistgrad._version import __version__
 from jdistgrad.cli import doctor, launch, programs
 from jdistgrad.errors import DistgradError, LauncherError, TimelineError
-from jdistgrad.observe import chrome
+from jdistgrad.observe import timeline as timelines
 
 
 def parser() -> argparse.ArgumentParser:
@@ -65,7 +65,7 @@ def program_of(options: argparse.Namespace) -> list[str]:
 def run(options: argparse.Namespace) -> int:
     program = program_of(options)
     if options.timeline is not None:
-        chrome.check_writable(options.timeline)
+        timelines.check_writable(options.timeline)
     if options.cache is not None:
         launch.keep_compiled(options.cache)
     if options.restarts < 0:
@@ -80,9 +80,7 @@ def run(options: argparse.Namespace) -> int:
     programs.check(program)
     with contextlib.ExitStack() as recorded:
         if options.timeline is not None:
-            from jdistgrad.observe.timeline import timeline
-
-            recorded.enter_context(timeline(options.timeline))
+            recorded.enter_context(timelines.timeline(options.timeline))
         status = programs.run_local(options.n, program)
     if status == programs.INTERRUPTED:
         programs.end_now(status)
@@ -103,15 +101,15 @@ def stacks(options: argparse.Namespace) -> int:
 
 def trace(options: argparse.Namespace) -> int:
     for file in filter(None, (options.output, options.plot)):
-        chrome.check_writable(file)
-    merged = chrome.merge({file: chrome.read(file) for file in options.files})
-    chrome.write(merged, options.output)
+        timelines.check_writable(file)
+    merged = timelines.merge({file: timelines.read(file) for file in options.files})
+    timelines.write(merged, options.output)
     if options.plot is not None:
         try:
-            chrome.plot(merged).figure.savefig(options.plot)
+            timelines.plot(merged).figure.savefig(options.plot)
         except ValueError as error:  # matplotlib knows other formats
             raise TimelineError(f"{options.plot}: {error}") from error
-    print(chrome.summary(merged, options.output))
+    print(timelines.summary(merged, options.output))
     return 0
 
 

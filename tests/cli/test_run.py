@@ -11,7 +11,7 @@ import pytest
 
 from jdistgrad.cli import launch
 from jdistgrad.cli.main import main
-from jdistgrad.observe import chrome
+from jdistgrad.observe import timeline as chrome
 
 PROGRAM = """
 import dataclasses, os, sys

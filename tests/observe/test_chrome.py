@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from jdistgrad.cli.main import main
 from jdistgrad.errors import TimelineError
 from jdistgrad.events import Event
-from jdistgrad.observe import chrome
+from jdistgrad.observe import timeline as chrome
 
 SPANS = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 5)).map(lambda one: (one[0], one[0] + one[1])))
 
@@ -63,7 +63,7 @@ def test_the_command_merges_and_draws(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "No such file"), ("{", "is no timeline of jdistgrad's"), ('{"a": 1}', "is no timeline of jdistgrad's")],
+    [(None, "No such file"), ("{", "is not a timeline of jdistgrad"), ('{"a": 1}', "is not a timeline of jdistgrad")],
 )
 def test_a_file_that_is_none(text, message, tmp_path, capsys):
     path = tmp_path / "trace.json"

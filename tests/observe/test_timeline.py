@@ -9,7 +9,7 @@ import pytest
 
 import jdistgrad as jd
 from jdistgrad import events
-from jdistgrad.observe import chrome
+from jdistgrad.observe import timeline as chrome
 from jdistgrad.wire import launcher_env
 
 pytestmark = pytest.mark.world(3)
