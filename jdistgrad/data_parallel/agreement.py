@@ -24,7 +24,7 @@ Settings = tuple[tuple[str, str], ...]
 
 
 class Terms(NamedTuple):
-    """A rank's tree of gradients and its settings. ``static``: the parts of the tree that hold no leaves."""
+    """A rank's tree of gradients and its settings. ``static``: the parts of the tree without leaves."""
 
     leaves: tuple[Leaf, ...]
     settings: Settings
@@ -36,7 +36,7 @@ class Terms(NamedTuple):
 
 
 def require_agreement(terms: Mapping[int, Terms]) -> None:
-    """Compare the terms of several ranks with the lowest rank's. DisagreementError names what differs, and both."""
+    """Compare the terms of several ranks with those of the lowest; DisagreementError names the first difference."""
     first = min(terms)
     for rank in sorted(terms):
         difference = _difference(terms[first], terms[rank], first, rank)
@@ -72,27 +72,16 @@ def _difference(ours: Terms, theirs: Terms, first: int, rank: int) -> str | None
     return None
 
 
-CHUNKS = 64
+def digest_of(leaf: Any) -> bytes:
+    """Return a digest of a leaf's bits; an empty one for an array that several ranks hold together."""
+    if not getattr(leaf, "is_fully_addressable", True):
+        return b""
+    array = np.asarray(leaf if isinstance(leaf, np.ndarray) else jnp.asarray(leaf))
+    octets: Any = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return hashlib.sha256(octets).digest()
 
 
-def bit_digests(leaves: Sequence[Any]) -> list[int]:
-    """Return a digest of the bits of each leaf, at the speed of memory; 0 for what the ranks hold together."""
-    found = []
-    for leaf in leaves:
-        if not getattr(leaf, "is_fully_addressable", True):
-            found.append(0)
-            continue
-        array = np.asarray(leaf if isinstance(leaf, np.ndarray) else jnp.asarray(leaf))
-        octets = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        words = octets[: octets.size // 8 * 8].view(np.uint64)
-        even = words.size // CHUNKS * CHUNKS  # a sum for each of some large parts, so that their order counts
-        sums = words[:even].reshape(CHUNKS, even // CHUNKS).sum(axis=1, dtype=np.uint64)
-        rest = words[even:].tobytes() + octets[words.size * 8 :].tobytes()
-        found.append(int.from_bytes(hashlib.blake2b(sums.tobytes() + rest, digest_size=8).digest(), "little"))
-    return found
-
-
-def require_same_parameters(leaves: Sequence[Leaf], digests: Mapping[int, Sequence[int]]) -> None:
+def require_same_parameters(leaves: Sequence[Leaf], digests: Mapping[int, Sequence[bytes]]) -> None:
     first = min(digests, default=0)
     for place, leaf in enumerate(leaves):
         others = [rank for rank, mine in digests.items() if mine[place] != digests[first][place]]
@@ -110,8 +99,8 @@ Gather = Callable[[Any], list[Any]]
 
 
 def require_same_bits(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray], gather: Gather) -> None:
-    """Compare every leaf with rank 0's. DisagreementError names the leaf, the first place, the rank and both values."""
-    digests = gather([hashlib.blake2b(array.tobytes(), digest_size=16).digest() for array in arrays])
+    """Compare every leaf with rank 0's; DisagreementError names the leaf, the first index, the rank and both values."""
+    digests = gather(list(map(digest_of, arrays)))
     for place, leaf in enumerate(leaves):
         if len({its[place] for its in digests}) == 1:
             continue
@@ -134,7 +123,7 @@ def require_same_bits(leaves: Sequence[Leaf], arrays: Sequence[np.ndarray], gath
 class BucketPlan:
     """The buckets that the ranks have agreed on for one tree of gradients.
 
-    ``bucketed``: the leaves of all buckets, one bucket after the other. ``bucket_of``: the bucket of each leaf.
+    ``bucketed``: the leaves in the order of the buckets. ``bucket_of``: the bucket of each leaf.
     """
 
     terms: Terms
@@ -147,21 +136,31 @@ class BucketPlan:
 
 
 class PlannedStep(NamedTuple):
-    """A step, or an average of given gradients, of which the ranks have agreed on the buckets.
+    """A step, or an average of given gradients, with the buckets that the ranks have agreed on.
 
-    ``structure``: that of the gradients. ``code``: what the executor that has planned the step runs. ``used``: the
-    parameters that the loss depends on; None for given gradients.
+    Attributes:
+      structure: the structure of the gradients.
+      code: the function that computes the gradients; of ``OnDevice``, this rank's own step.
+      used: the parameters that the loss depends on; None for given gradients.
+      program: over devices, the program that also averages the gradients, which are its first results. None if the
+        loss calls Python (other workers, for example), where one rank may fail while the others wait in the program for
+        ever; or if its arguments are on several devices.
+      digest: equal for equal programs.
+      results: the structure of the program's other results: value, and aux if any.
     """
 
     plan: BucketPlan
     structure: Any
     code: Any
     used: Sequence[bool] | None = None
+    program: Any = None
+    digest: int = 0
+    results: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The rules of reduction: arguments of ``DataParallel``, which describes them."""
+    """The arguments of ``DataParallel``, which describes them."""
 
     bucket_cap_mb: Cap = None
     find_unused_parameters: bool = False
@@ -186,7 +185,7 @@ class Rules:
 
     @functools.cached_property
     def settings(self) -> Settings:
-        """The values that the ranks compare, by the names that messages use: equal numbers are spelled alike."""
+        """The values that the ranks compare, by their names in messages; equal numbers have one spelling."""
         cap = self.bucket_cap_mb
         return (
             ("bucket_cap_mb", str(cap) if cap is None else repr(float(cap)).removesuffix(".0")),
@@ -198,7 +197,7 @@ class Rules:
         )
 
     def terms(self, tree: Any, static: tuple[str, ...] | None = None) -> Terms:
-        """Describe a tree of gradients as the ranks compare it. ``static``: its static parts, if it has lost them."""
+        """Describe a tree of gradients for the comparison of ranks. ``static``: the parts that the tree has lost."""
         parts = static_parts(flatten(tree)[1]) if static is None else static
         return Terms(tuple(describe(tree)), self.settings, parts)
 
@@ -208,15 +207,16 @@ class Rules:
         for leaf in leaves:
             if self.travels_as_rows(leaf) and not leaf.shape:
                 raise LeafError(
-                    f"sparse: {leaf.path} is {leaf}, a number by itself: it has no rows. Leave it out.", path=leaf.path
+                    f"sparse: {leaf.path} is {leaf}, a scalar, which has no rows. Remove it from sparse=.",
+                    path=leaf.path,
                 )
 
     def require_sparse_paths(self, tree: Any) -> None:
-        """Raise LeafError for a path in ``sparse`` that no leaf of the parameters has."""
+        """Raise LeafError for a path in ``sparse`` that no parameter has."""
         paths = [leaf.path for leaf in describe(tree)] if self.sparse else []
         for path in sorted(set(self.sparse).difference(paths)):
             raise LeafError(
-                f"sparse: the parameters have no leaf {path}, expected one of {', '.join(paths[:20])}"
+                f"sparse: no parameter has the path {path}; paths are {', '.join(paths[:20])}"
                 f"{', ...' if len(paths) > 20 else ''}",
                 path=path,
             )
@@ -225,7 +225,7 @@ class Rules:
         return leaf.sparse > 0 or leaf.path in self.sparse
 
     def plan(self, terms: Terms, order: Sequence[int] | None) -> BucketPlan:
-        """Plan a tree's buckets: the same plan on every rank that has the same terms and order."""
+        """Plan a tree's buckets. Ranks with equal terms and order get equal plans."""
         sparse = frozenset(k for k, leaf in enumerate(terms.leaves) if self.travels_as_rows(leaf))
         walk = range(len(terms.leaves))[::-1] if order is None else order  # a guess: the last gradients come first
         groups = plan_buckets(terms.leaves, limits_of(self.bucket_cap_mb), sparse=sparse, order=walk, large_alone=True)
@@ -236,12 +236,11 @@ class Rules:
 
 @dataclasses.dataclass
 class Handling:
-    """The way in which one step's gradients are reduced.
+    """The state of one step's reduction.
 
     Arguments:
       states: the hook's state for each bucket, replaced as buckets are reduced.
-      act: the action that is announced to the other ranks: REDUCE, whose averages are written over the gradients, or
-        AVERAGE, of gradients that a user still holds.
+      act: REDUCE, which writes averages over the gradients, or AVERAGE, of gradients that the user still holds.
       joining: the kind of ``join`` block in which the step began.
     """
 
@@ -255,11 +254,11 @@ class Handling:
     _before: dict[int, Any] | None = dataclasses.field(default=None, init=False)
 
     def remember(self) -> None:
-        """Remember the states, before the first bucket is reduced."""
+        """Save the states before the first bucket is reduced."""
         self._before = dict(self.states)
 
     def put_back(self) -> None:
-        """Put back the states of before the step, which has failed: no rank has an average of it."""
+        """Restore the states from before the step, which has failed on all ranks."""
         if self._before is not None:
             self.states.clear()
             self.states.update(self._before)

@@ -1,7 +1,7 @@
 """The average of one bucket: in place without a hook, through flat arrays with a hook, by rows if it is sparse.
 
-A gradient that nobody else has seen needs no second copy: its average is written to its memory. JAX arrays are
-immutable by contract, so this is only for arrays fresh from a compiled function that nobody else holds.
+The average of a gradient that nobody else has seen is written over the gradient. JAX arrays are immutable by contract,
+so this is only for arrays fresh from a compiled function that nobody else holds.
 """
 
 import ctypes
@@ -18,65 +18,27 @@ import numpy as np
 from jdistgrad.collectives.descriptions import is_sparse
 from jdistgrad.collectives.host import HostCollectives
 from jdistgrad.data_parallel import hooks
-from jdistgrad.data_parallel.buckets import Bucket, join_flat
+from jdistgrad.data_parallel.buckets import CHUNK, Bucket, join_flat
 from jdistgrad.errors import LeafError
+from jdistgrad.leaves import LeafSpec
 from jdistgrad.wire import pinned
 from jdistgrad.wire.memory import BufferPool
 
 HUGE_PAGE = 2 << 20  # bytes
 
 
-class Scratch:
-    """Memory that is reused to stay warm: a fresh page costs more than the arithmetic on it."""
-
-    def __init__(self) -> None:
-        self._pool = BufferPool(idle_limit=0)  # in huge pages, which MPI copies several times as fast
-        self._bytes = np.empty(0, np.uint8)
-
-    def take(self, size: int, dtype: Any) -> np.ndarray:
-        """Return a flat array, valid until the next call."""
-        needed = size * np.dtype(dtype).itemsize
-        if self._bytes.size < needed:
-            memory = self._pool.lease(needed + HUGE_PAGE)
-            self._bytes = memory[-memory.ctypes.data % HUGE_PAGE :][:needed]
-        return self._bytes[:needed].view(dtype)
+def scratch() -> np.ndarray:
+    """Return memory for a chunk, to be reused while it is warm: a fresh page costs more than the arithmetic on it."""
+    memory = BufferPool().lease(CHUNK + HUGE_PAGE)  # in huge pages, which MPI copies several times as fast
+    return memory[-memory.ctypes.data % HUGE_PAGE :][:CHUNK]
 
 
 @functools.lru_cache(maxsize=256)
 def host_device(sharding: Any) -> Any:
-    """Return the CPU device of an array with this sharding; None if the array is elsewhere or on several devices."""
+    """Return the CPU device of an array with this sharding; None if it is on an accelerator or on several devices."""
     devices = sharding.device_set
     only = next(iter(devices))
     return only if len(devices) == 1 and not pinned.is_far(only) else None
-
-
-def writable(array: jax.Array, like: np.ndarray) -> np.ndarray:
-    """Return a writable flat view of a finished array in host memory.
-
-    Arguments:
-      like: its NumPy view, whose size costs less to ask for than the array's.
-    """
-    if like.size == 0:
-        return like
-    memory = (ctypes.c_char * like.nbytes).from_address(array.unsafe_buffer_pointer())
-    return np.frombuffer(memoryview(memory), like.dtype)
-
-
-def empty_like(like: Sequence[jax.Array], devices: Sequence[Any]) -> list[jax.Array]:
-    """Return new arrays to write to, with the shapes, dtypes and devices of given arrays.
-
-    Arguments:
-      devices: each array's CPU device. An array whose device is None is returned itself: nobody writes to it.
-    """
-    if None not in devices and len(set(devices)) == 1:
-        return jax.block_until_ready(_zeros(list(like)))
-    each = zip(like, devices, strict=True)
-    return [array if device is None else empty_like([array], [device])[0] for array, device in each]
-
-
-@functools.partial(jax.jit, keep_unused=True)  # the unused arguments determine the device
-def _zeros(like: list[jax.Array]) -> list[jax.Array]:
-    return [jax.numpy.zeros_like(array) for array in like]
 
 
 def average_in_chunks(
@@ -84,47 +46,37 @@ def average_in_chunks(
     gradients: Sequence[jax.Array],
     divisor: float,
     all_: HostCollectives,
-    scratch: Scratch,
+    scratch: np.ndarray,
     *,
     overwrite: bool,
 ) -> list[jax.Array]:
     """Average part by part, over the gradients or into new arrays. Arrays on accelerators go through host memory."""
-    seen = [np.asarray(g) for g in gradients]
-    whole = jnp.finfo(bucket.dtype).bits >= 8  # XLA packs several smaller numbers into a byte
-    here = [
-        _place(g, v, overwrite=overwrite) if whole and v.flags.c_contiguous else None
-        for g, v in zip(gradients, seen, strict=True)
-    ]
-    own = [view.reshape(-1) for view in seen]
-    results = gradients if overwrite else empty_like(gradients, here)
-    into = [writable(r, v) if place else np.empty_like(v) for r, v, place in zip(results, own, here, strict=True)]
+    own = [np.asarray(gradient) for gradient in gradients]
+    in_place = [overwrite and _is_view(view, g) for view, g in zip(own, gradients, strict=True)]
+    into = [_writable(v) if here else np.empty(v.shape, v.dtype) for v, here in zip(own, in_place, strict=True)]
+    sources, targets = ([view.reshape(-1) for view in views] for views in (own, into))
     divide_by = np.asarray(divisor, bucket.dtype)
     for size, parts in bucket.chunks:
-        flat = scratch.take(size, bucket.dtype)
+        flat = scratch[: size * bucket.dtype.itemsize].view(bucket.dtype)
         for slot, mine, place in parts:
-            np.divide(own[slot][mine], divide_by, out=flat[place])
+            np.divide(sources[slot][mine], divide_by, out=flat[place])
         all_.run("allreduce", flat, "sum")
         for slot, mine, place in parts:
-            into[slot][mine] = flat[place]
-    each = zip(results, into, here, strict=True)
-    return [r if place else jax.device_put(view.reshape(r.shape), r.sharding) for r, view, place in each]
+            targets[slot][mine] = flat[place]
+    each = zip(gradients, into, in_place, strict=True)
+    return [g if here else jax.device_put(LeafSpec.of(g).restored(v), g.sharding) for g, v, here in each]
 
 
-def _place(gradient: jax.Array, view: np.ndarray, *, overwrite: bool) -> Any:
-    """Return the device of a gradient whose average can be written to JAX's memory; None: to NumPy's."""
-    found = host_device(gradient.sharding)
-    if found is not None or not overwrite:
-        return found
-    is_own = gradient.sharding.memory_kind == pinned.PINNED and view.ctypes.data == gradient.unsafe_buffer_pointer()
-    return next(iter(gradient.sharding.device_set)) if is_own else None
+def _is_view(view: np.ndarray, array: jax.Array) -> bool:
+    """Return whether a NumPy array is a view of JAX's memory: not on accelerators, nor of dtypes that XLA packs."""
+    if not view.size or not view.flags.c_contiguous or len(array.sharding.device_set) > 1:
+        return False
+    return view.ctypes.data == array.unsafe_buffer_pointer()
 
 
-def zeros(bucket: Bucket, all_: HostCollectives, scratch: Scratch) -> None:
-    """Take part in ``average_in_chunks`` with zeros: this rank has no gradients."""
-    for size, _ in bucket.chunks:
-        flat = scratch.take(size, bucket.dtype)
-        flat[:] = 0
-        all_.run("allreduce", flat, "sum")
+def _writable(view: np.ndarray) -> np.ndarray:
+    memory = (ctypes.c_char * view.nbytes).from_address(view.ctypes.data)
+    return np.frombuffer(memoryview(memory), view.dtype).reshape(view.shape)
 
 
 def with_hook(
@@ -166,9 +118,9 @@ def require_rows(path: str, gradient: Any) -> None:
 
 
 def reduce_sparse(gradient: Any, shape: tuple[int, ...], dtype: Any, divisor: float, all_: HostCollectives) -> Any:
-    """Return the average of sparse gradients, such as an embedding's: their rows travel, not the table.
+    """Return the average of sparse gradients, such as an embedding's, of which only the rows are sent.
 
-    Every rank gathers the rows of all ranks and sums rows that several ranks have; indices are unique and sorted.
+    Every rank gathers the rows of all ranks and sums those with equal indices; indices are unique and sorted.
 
     Arguments:
       gradient: None if this rank has no rows.

@@ -48,8 +48,8 @@ class SyncBatchNorm(nn.Module):
     """flax's ``BatchNorm``, over the batch of all ranks. Parameters and statistics have the same names and shapes.
 
     Every rank must apply the layer equally often. Features are the last axis, and there is no ``mask``. Variances are
-    those of ``use_fast_variance=False``, in float32 or wider, whatever ``use_fast_variance`` and
-    ``force_float32_reductions`` are. All other settings are flax's.
+    computed as for ``use_fast_variance=False``, in float32 or wider; ``use_fast_variance`` and
+    ``force_float32_reductions`` are ignored. All other settings are flax's.
     """
 
     collectives: Collectives
@@ -93,8 +93,8 @@ class NnxSyncBatchNorm(nnx.BatchNorm):
     Arguments:
       num_features: as in nnx.
       collectives: the ranks whose batches count.
-      settings: any other argument of ``nnx.BatchNorm``, except ``axis`` and ``axis_name``. Variances are those of
-        ``use_fast_variance=False``, whatever it is.
+      settings: any other argument of ``nnx.BatchNorm``, except ``axis`` and ``axis_name``; ``use_fast_variance`` is
+        ignored.
 
     Example:
       >>> norm = jd.NnxSyncBatchNorm(64, dp.collectives, rngs=nnx.Rngs(0))
@@ -104,7 +104,7 @@ class NnxSyncBatchNorm(nnx.BatchNorm):
         refused = sorted({"axis", "axis_name", "axis_index_groups"} & set(settings))
         if refused:
             raise TypeError(
-                f"NnxSyncBatchNorm has no {refused[0]}: its features are the last axis, its ranks are given"
+                f"NnxSyncBatchNorm takes no {refused[0]}: features are the last axis. Pass the ranks as collectives."
             )
         require_collectives("NnxSyncBatchNorm", collectives)
         super().__init__(num_features, rngs=rngs, **settings)
@@ -126,8 +126,8 @@ def moved(averages: Sequence[jax.Array], found: Sequence[jax.Array], momentum: f
 
 
 def normalized(x: jax.Array, moments: Any, parameters: Sequence[Any], epsilon: float, dtype: Any) -> jax.Array:
-    """Return a normalized batch. Without a ``dtype`` it has flax's: that of the input and the parameters together."""
-    shape = (1,) * (x.ndim - 1) + (-1,)  # JAX may be told not to add any dimensions
+    """Return a normalized batch. Without a ``dtype``, the input and the parameters are promoted, as in flax."""
+    shape = (1,) * (x.ndim - 1) + (-1,)  # jax_numpy_rank_promotion may be "raise"
     each: Any = (None if one is None else jnp.reshape(one, shape) for one in (*moments, *parameters))
     mean, variance, scale, bias = each
     factor = jax.lax.rsqrt(variance + epsilon)

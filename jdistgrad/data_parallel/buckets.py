@@ -1,4 +1,4 @@
-"""Buckets: which gradients go into which, and what the reduction and the hooks see of them.
+"""Buckets of gradients: their assignment, and their layout for the reduction and hooks.
 
 Gradients are assigned to buckets by a pure function of shapes, dtypes and an order. The rule is that of PyTorch's
 Reducer, leaf by leaf: a bucket closes once it has reached its limit, so it may exceed the limit by up to one leaf.
@@ -22,7 +22,7 @@ CHUNK = 2 << 20  # bytes: a huge page. Averaging 64 MiB takes 10 ms in chunks; i
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Slot:
-    """A leaf's place in its bucket: ``length`` elements from ``offset``."""
+    """A leaf in its bucket: ``length`` elements from ``offset``."""
 
     index: int
     path: str
@@ -113,7 +113,7 @@ def limits_of(bucket_cap_mb: Cap) -> tuple[int, ...]:
     if bucket_cap_mb is None:
         return FIRST_LIMIT, CAP
     if not bucket_cap_mb > 0:
-        raise ValueError(f"bucket_cap_mb must be above zero, in MiB, or None for {CAP // MIB}; not {bucket_cap_mb!r}")
+        raise ValueError(f"bucket_cap_mb must be positive (MiB), or None for {CAP // MIB}; not {bucket_cap_mb!r}")
     return (max(1, int(min(float(bucket_cap_mb), 1 << 40) * MIB)),)
 
 
@@ -144,7 +144,7 @@ def plan_buckets(
       [[0, 1], [2, 3]]
     """
     if not limits or any(not limit > 0 for limit in limits):
-        raise ValueError(f"plan_buckets: limits are numbers of bytes above zero, at least one; not {list(limits)}")
+        raise ValueError(f"plan_buckets: limits must be one or more positive numbers of bytes, not {list(limits)}")
     walk = range(len(leaves)) if order is None else order
     if sorted(walk) != list(range(len(leaves))):
         raise ValueError(f"plan_buckets: order must name each of the {len(leaves)} leaves once; it is {list(walk)}")

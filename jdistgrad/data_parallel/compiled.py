@@ -27,7 +27,7 @@ class CompiledAverage:
     """Averages as functions of gradients and the hook's states, which become part of a compiled program.
 
     Arguments:
-      driver: the ``Driver`` that agrees on buckets with the other ranks; None on a mesh, where all run one program.
+      driver: plans the buckets with the other ranks; None on a mesh, where all ranks run one program.
     """
 
     def __init__(self, collectives: Collectives, rules: Rules, driver: Any):
@@ -40,7 +40,7 @@ class CompiledAverage:
     def average_with(self, gradients: Any, states: Sequence[Any], what: str = "average") -> tuple[Any, list[Any]]:
         """Return the average of a tree of gradients, and the hook's new states. Every rank must call it.
 
-        Where the buckets are others than those of ``initial_states``, the hook has no state, and its states stay.
+        If the buckets differ from those of ``initial_states``, the hook has no state, and ``states`` is returned.
         """
         if self._driver is not None and self._driver.reducer.votes:
             _say_what_does_not_go_on()
@@ -53,7 +53,7 @@ class CompiledAverage:
         return jax.tree.unflatten(structure, averaged), after if len(after) == len(states) else list(states)
 
     def _section(self, what: str, buckets: Sequence[Bucket]) -> contextlib.AbstractContextManager[Collectives]:
-        """Open a section for the whole plan: one agreement on its digest covers all buckets."""
+        """Open a section, in which the ranks compare the plan's digest once, for all buckets."""
         if not isinstance(self._collectives, HostCollectives) or not buckets:
             return contextlib.nullcontext(self._collectives)
         leaves = [f"{slot.path} {bucket.dtype}{list(slot.shape)}" for bucket in buckets for slot in bucket.slots]
@@ -98,8 +98,8 @@ class CompiledAverage:
 @functools.cache
 def _say_what_does_not_go_on() -> None:
     log.warning(
-        "averages inside jax.jit do not go on without a rank that dies: they fail, or the job ends. Steps and averages "
-        "that are called from Python go on."
+        "averages inside jax.jit do not survive the death of a rank: they fail, or the job ends. Steps and averages "
+        "that are called from Python survive it."
     )
 
 
@@ -119,7 +119,7 @@ def average_buckets(
 def _averaged(
     bucket: Bucket, own: Sequence[Any], state: Any, hook: hooks.Hook | None, all_: Collectives
 ) -> tuple[Sequence[Any], Any]:
-    """Average one bucket. A leaf listed in ``sparse`` is dense here; as in eager steps, hooks do not get it."""
+    """Average one bucket. Hooks get no leaf listed in ``sparse``, as in eager steps, though it is dense here."""
     if is_sparse(own[0]):
         path = bucket.slots[0].path
         raise LeafError(
@@ -139,7 +139,7 @@ def _averaged(
 def _average_partly_summed(
     bucket: Bucket, own: Sequence[Any], summed: Sequence[bool], hook: hooks.Hook | None, all_: Collectives
 ) -> list[Any]:
-    """Average a bucket of which JAX has summed some gradients (of replicated parameters): only divide these."""
+    """Average a bucket; only divide gradients that JAX has summed (those of replicated parameters)."""
     if hook is not None:
         slot = bucket.slots[summed.index(True)]
         raise HookError(

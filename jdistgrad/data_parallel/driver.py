@@ -1,4 +1,4 @@
-"""The steps of a rank: traced, planned with the other ranks, run by an executor, noted."""
+"""The steps of a rank: traced, planned with the other ranks, run by an executor, counted."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ from jdistgrad.collectives.descriptions import describe, flatten, index_dimensio
 from jdistgrad.collectives.host import HostCollectives, InTurn
 from jdistgrad.collectives.mpi import MPI
 from jdistgrad.collectives.roll_call import Act, Joining
-from jdistgrad.data_parallel.agreement import BucketPlan, Handling, PlannedStep, Rules, Settings, Terms, bit_digests
+from jdistgrad.data_parallel.agreement import BucketPlan, Handling, PlannedStep, Rules, Settings, Terms, digest_of
 from jdistgrad.data_parallel.averages import require_rows
 from jdistgrad.data_parallel.hooks import Hook, require_states
 from jdistgrad.data_parallel.on_device import OnDevice
@@ -41,7 +41,7 @@ class Join:
         self.finished = False
 
     def finish(self, tree: Any) -> Any:
-        """Declare that this rank has run out, shadow the others, and return the model of the last active rank.
+        """Declare that this rank has no more inputs, shadow the others, and return the model of the last active rank.
 
         Every rank must call it once, inside the ``with`` block, after its last step.
 
@@ -49,10 +49,10 @@ class Join:
           tree: this rank's parameters and the rest of its model (optimizer state, batch statistics).
 
         Returns:
-          The tree of the last rank to run out.
+          The tree of the last rank that had inputs.
         """
         if self.finished:
-            raise CollectiveError("join: finish was called twice in one block; call it once, after the last step.")
+            raise CollectiveError("join: finish was called twice in one block. Call it once, after the last step.")
         self.finished = True
         return self._broadcast(tree, self._shadow())
 
@@ -61,8 +61,8 @@ class Driver:
     """The steps of a rank. Every rank must make a driver, and call its methods in the same order.
 
     A step is traced, planned with the other ranks, and run by an executor: ``Overlapped``, or ``OnDevice`` where
-    gradients stay on the rank's device. ``Overlapped`` also runs what no program over devices can do: steps in a
-    ``join`` block, in which a rank may have no inputs, and averages of sparse arrays.
+    gradients stay on the rank's device. ``Overlapped`` also runs steps in a ``join`` block, in which a rank may have no
+    inputs, and averages of sparse arrays: programs over devices can do neither.
     """
 
     def __init__(self, collectives: HostCollectives, rules: Rules):
@@ -79,16 +79,13 @@ class Driver:
 
     @property
     def refuses(self) -> bool:
-        """Return whether there will be no more steps, as far as this rank knows: the ranks have come apart, or will.
-
-        Where the step of all ranks has failed there would be, but all say so then.
-        """
+        """Return whether this rank already knows that the next step will fail."""
         self._thread.finish()
         return self.reducer.broken is not None or bool(self.reducer.announced)
 
     @property
     def joining(self) -> bool:
-        """True in a ``join`` block that has not ended for all ranks."""
+        """True in a ``join`` block that some rank is still in."""
         return self.reducer.joining is not Joining.NONE
 
     # The model.
@@ -120,13 +117,13 @@ class Driver:
 
     def step(self, programs: StepPrograms, args: Args, kwargs: Kwargs, *, overlap: bool) -> tuple[Any, Any]:
         executor = self._overlapped if self.joining else self._executor
-        with self._telling_failures():
+        with self._announcing_failures():
             step = executor.planned(programs, (args, kwargs), self._agree_on_model, overlap=overlap)
         return self._run(executor, step, (args, kwargs), Act.REDUCE)[:2]
 
     @contextlib.contextmanager
-    def _telling_failures(self) -> Iterator[None]:
-        """Open a block before a step. If this rank fails there, alone, by its loss or a leaf, tell the others."""
+    def _announcing_failures(self) -> Iterator[None]:
+        """Open a block before a step. If this rank alone fails there, by its loss or a leaf, notify the others."""
         try:
             yield
         except (CollectiveError, WorkerLostError):
@@ -138,10 +135,7 @@ class Driver:
     def _run(
         self, executor: Overlapped | OnDevice, step: PlannedStep, inputs: Any, act: Act, **unusual: Any
     ) -> tuple[Any, Any, Handling]:
-        """Return a step's results, the averages, and how they were handled.
-
-        If a rank dies meanwhile, all this is done again without it.
-        """
+        """Return a step's results, the averages, and their ``Handling``. If a rank dies, repeat the step without it."""
         while True:
             before = self.reducer.step
             handling = self._handling(step.plan, act, **unusual)
@@ -152,7 +146,7 @@ class Driver:
                 self.reducer.step = before
                 continue
             except NonFiniteError:
-                self._take_noted(step.structure)  # nothing comes of the steps without averaging before
+                self._take_noted(step.structure)  # the steps under no_sync before this one are lost, too
                 raise
             self._note(step, handling, shared)
             return results, jax.tree.unflatten(step.structure, averages), handling
@@ -170,7 +164,7 @@ class Driver:
         return self._average(gradients, self.plan_for(gradients))[0]
 
     def average_with(self, gradients: Any, hook: Hook | None, states: Sequence[Any]) -> tuple[Any, list[Any]]:
-        """Return the average by a hook whose states (one for each bucket) the caller keeps, and the new states."""
+        """Return the average by a hook, and the hook's new states, which the caller keeps (one for each bucket)."""
         plan = self.plan_for(gradients)
         if hook is not None:
             require_states(hook, states, plan.buckets)
@@ -180,7 +174,7 @@ class Driver:
     def _average(self, gradients: Any, plan: BucketPlan, **unusual: Any) -> tuple[Any, Handling]:
         leaves, structure = flatten(gradients)
         executor = self._overlapped if self.joining or any(map(is_sparse, leaves)) else self._executor
-        with self._telling_failures():
+        with self._announcing_failures():
             own = [as_gradient(leaf.path, given) for leaf, given in zip(plan.terms.leaves, leaves, strict=True)]
             step = executor.given(plan, own, structure, unusual.get("hook", self._rules.hook))
         return self._run(executor, step, own, Act.AVERAGE, **unusual)[1:]
@@ -192,7 +186,7 @@ class Driver:
         return Reduction(self.reducer, self._thread, plan, self._handling(plan, Act.REDUCE))
 
     def abandon(self) -> None:
-        """Begin the next step and give it up at once."""
+        """Begin the next step and abandon it."""
         self.reducer.step += 1
         self._thread.submit(self.reducer.abandon, self.reducer.step, 0)
 
@@ -201,21 +195,21 @@ class Driver:
         return dataclasses.replace(self.reducer.default_handling(plan, act), **unusual)
 
     def _sharing(self, step: PlannedStep) -> Callable[[], Any] | None:
-        """Return what shares, on the thread, which parameters this rank has used; None if nobody asks.
+        """Return a function that gathers, on the thread, which parameters any rank has used; None if not needed.
 
-        It returns the group that has shared them, and which any rank has used.
+        The function also returns the group of ranks that it has asked.
         """
         if not self._rules.find_unused_parameters:
             return None
 
         def share() -> tuple[HostCollectives, np.ndarray]:
-            group = self.reducer.collectives  # that of the averages: a rank may die in what follows
+            group = self.reducer.collectives  # the group of the averages: a rank may die in share_used
             return group, self.reducer.share_used(self._take_noted(step.structure, step.used))
 
         return share
 
     def _take_noted(self, structure: Any, used: Sequence[bool] | None = None) -> list[bool]:
-        """Return which parameters this step, if any, and the steps noted since the last average have used; forget them.
+        """Return which parameters this step (if any) and those since the last average have used; reset the latter.
 
         Without any such step every parameter counts as used.
         """
@@ -225,7 +219,7 @@ class Driver:
         return [a or b for a, b in zip(noted or [False] * len(used), used, strict=True)]
 
     def _note(self, step: PlannedStep, handling: Handling, shared: Any) -> None:
-        """Update ``used`` and ``statistics`` after a step. ``shared``: by the function of ``_sharing``."""
+        """Update ``used`` and ``statistics`` after a step. ``shared``: the result of ``_sharing``'s function."""
         group, used = shared or (self.reducer.collectives, None)
         unused: list[str] = []
         if used is not None:
@@ -241,18 +235,18 @@ class Driver:
         like = jax.tree.unflatten(traced.gradients, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals])
         self._rules.require_sparse_paths(like)
         order = readiness(traced.closed, traced.gradients.num_leaves)
-        digests = bit_digests(traced.parameters) if self._rules.check_parameters else None
+        digests = list(map(digest_of, traced.parameters)) if self._rules.check_parameters else None
         return self._agree(self._rules.terms(like, traced.static), order, digests)
 
     def plan_for(self, tree: Any) -> BucketPlan:
-        with self._telling_failures():
+        with self._announcing_failures():
             leaves, structure = flatten(tree)
             key = kind_of(leaves, structure)
             if key not in self._plans:
                 self._plans[key] = self._agree(self._rules.terms(tree), None)
             return self._plans[key]
 
-    def _agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None = None) -> BucketPlan:
+    def _agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[bytes] | None = None) -> BucketPlan:
         plan = self.reducer.plans.get(terms.digest())
         if plan is None:
             plan = self._thread.run(self.reducer.agree, terms, order, digests)
@@ -267,7 +261,7 @@ class Driver:
         before = self.reducer.enter(joining)
         try:
             yield join
-            if not join.finished:  # it shadows the others, and broadcasts nothing
+            if not join.finished:  # shadow the others, without a broadcast
                 join.finished = True
                 self._thread.run(self.reducer.shadow)
         finally:
@@ -282,7 +276,7 @@ def as_gradient(path: str, leaf: Any) -> Any:
 
 
 def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
-    """Return a key that is equal for trees of gradients that have one plan."""
+    """Return the key of a tree of gradients, by which its plan is cached."""
     kinds = []
     for leaf in leaves:
         is_array = hasattr(leaf, "dtype") and not is_handle(leaf)
@@ -293,14 +287,14 @@ def kind_of(leaves: Sequence[Any], structure: Any) -> Any:
 Drivers = weakref.WeakKeyDictionary[HostCollectives, dict[Settings, Driver]]
 
 
-def shared_driver(collectives: HostCollectives, rules: Rules, *, anew: bool = False) -> Driver:
-    """Return the one driver for these collectives and settings here. Hooks of one name count as the same setting.
+def shared_driver(collectives: HostCollectives, rules: Rules, *, renew: bool = False) -> Driver:
+    """Return this worker's driver for these collectives and settings. Hooks are compared by name.
 
     Arguments:
-      anew: if the ranks have come apart in its steps, begin with another one.
+      renew: replace a driver whose next step would fail.
     """
     drivers: Drivers = collectives.keeper().kept.setdefault("drivers", Drivers())
     found = drivers.setdefault(collectives, {})
-    if rules.settings not in found or (anew and found[rules.settings].refuses):
+    if rules.settings not in found or (renew and found[rules.settings].refuses):
         found[rules.settings] = Driver(collectives, dataclasses.replace(rules, timeout=collectives.timeout))
     return found[rules.settings]

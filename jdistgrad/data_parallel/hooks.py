@@ -1,6 +1,6 @@
-"""Hooks: pairs of pure functions, with a state of their own, that process a bucket instead of averaging it.
+"""Hooks: pairs of pure functions, with a state, that process a bucket instead of averaging it.
 
-Some compress: low-rank matrices, and 8 bits for each number. Error feedback keeps what compression loses.
+Some compress gradients: to low-rank matrices, or to 8 bits. Error feedback adds the compression error to the next step.
 
 ``powersgd`` (Vogels et al., "PowerSGD", NeurIPS 2019): each matrix M travels as P (n x r) and Q (m x r), one power
 iteration from the last step's Q. The warm start makes the iteration follow the gradients. A matrix is compressed only
@@ -65,7 +65,7 @@ class Hook(NamedTuple):
 
 
 def require_states(hook: Hook, states: Sequence[Any], buckets: Sequence[Bucket]) -> None:
-    """Raise HookError if a hook's states belong to other buckets. Where there is no state, it belongs to any."""
+    """Raise HookError if a hook's states belong to other buckets. Hooks without state fit any."""
     if len(states) != len(buckets) and jax.tree.leaves(states):
         raise HookError(
             f"the hook {hook.name!r} has states for {len(states)} buckets, but these gradients are in {len(buckets)}: "
@@ -107,7 +107,7 @@ def average(predivide_factor: float | None = None) -> Hook:
     if predivide_factor is None:
         return Hook(lambda bucket: (), _plain, "average")
     if not predivide_factor > 0:
-        raise ValueError(f"hooks.average: predivide_factor must be above zero, not {predivide_factor!r}")
+        raise ValueError(f"hooks.average: predivide_factor must be positive, not {predivide_factor!r}")
 
     def apply(bucket: Bucket, state: Any, collectives: Collectives) -> tuple[jax.Array, Any]:
         total = collectives.allreduce(divided(bucket.flat, predivide_factor))
@@ -205,7 +205,7 @@ def _by_factors(
     averaged, sent, factors = dict(parts), dict(parts), {}
     compressed = {slot.index for slot in matrices}
     rest = [slot for slot in bucket.slots if slot.index not in compressed]
-    if rest:  # which is averaged in one reduction
+    if rest:  # in one reduction
         whole = average(jnp.concatenate([parts[slot.index] for slot in rest]))
         ends = np.cumsum([slot.length for slot in rest])[:-1].tolist()
         averaged.update(zip([slot.index for slot in rest], jnp.split(whole, ends), strict=True))
@@ -217,12 +217,12 @@ def _by_factors(
         right = average(mine)
         averaged[slot.index], sent[slot.index] = (left @ right.T).reshape(-1), (left @ mine.T).reshape(-1)
         factors[str(slot.index)] = before = state["q"][str(slot.index)]
-        if warm:  # columns of zeros are kept out: from these the iteration may find nothing any more
+        if warm:  # not from columns of zeros: the iteration could not leave them
             factors[str(slot.index)] = jnp.where(right.any(axis=0), finite_or(right, otherwise=before), before)
-    found, told = (
+    found, used = (
         jnp.concatenate([each[slot.index] for slot in bucket.slots]).astype(bucket.dtype) for each in (averaged, sent)
     )
-    error = finite_or(wanted - told) if feedback else state["error"]
+    error = finite_or(wanted - used) if feedback else state["error"]
     return found, {"step": state["step"] + 1, "error": error, "q": factors}
 
 

@@ -1,20 +1,17 @@
-"""Steps whose gradients stay on their devices: loss, backward pass and averages are one program, which XLA schedules.
+"""Steps whose gradients stay on their devices: XLA schedules loss, backward pass and averages in one program.
 
 Over ``Devices`` the program spans the devices of all ranks; over ``MPI(on_device=True)`` each rank has its own, in
 which mpi4jax reduces.
 
-A step is two programs, one of this rank alone and one that averages, where the ranks' losses differ (in the shapes of
-their batches, say), where a loss calls Python or other workers, and where arrays lie on several devices of a rank: then
-the loss is compiled as the user has divided it, and of gradients that all devices hold, one copy is averaged.
-In host memory, as without devices, is done what no such program can do: steps in a ``join`` block, in which a rank may
-have no inputs, and averages of sparse arrays.
+A step is two programs, one of this rank alone and one that averages, if the ranks' losses differ (in the shapes of
+their batches, say), if a loss calls Python or other workers, or if arrays are on several devices of a rank: then the
+loss is compiled with the user's shardings, and one copy of replicated gradients is averaged.
 """
 
-import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -37,32 +34,12 @@ from jdistgrad.errors import CollectiveError
 
 log = logging.getLogger("jdistgrad.data_parallel")
 
-# Digests that are not of a program over all devices:
-APART = 1  # of no program
-RANKS_OWN = 2  # of a program of each rank, which need not be equal: mpi4jax reduces in it
+NO_PROGRAM, RANKS_OWN = 1, 2  # digests; mpi4jax reduces in each rank's own program, and these may differ
 
 DIFFERENT_LOSSES = (
     "the ranks' steps differ, in the shapes of their arguments or in a number of the rank that is written into the "
     "loss: each rank computes its own backward pass, and the averages follow without overlap"
 )
-
-
-class DeviceStep(NamedTuple):
-    """A program whose first results are gradients, which it averages.
-
-    Attributes:
-      program: None if there can be none: because the loss calls Python (other workers, for example), and a call may
-        fail on one rank, while the others would wait for ever inside a program over all devices; or because the loss's
-        arguments lie on several devices.
-      digest: equal for programs that are equal.
-      results: the structure of the other results: value, and aux if any.
-      alone: the step of this rank alone; None for given gradients.
-    """
-
-    program: Program | None
-    digest: int
-    results: Any = None
-    alone: Callable[..., Any] | None = None
 
 
 class OnDevice:
@@ -77,68 +54,67 @@ class OnDevice:
     def planned(
         self, programs: StepPrograms, inputs: Any, agree: Callable[[Trace], BucketPlan], *, overlap: bool
     ) -> PlannedStep:
-        """Return the step of a loss, which XLA overlaps as it likes. ``agree``: see ``Overlapped``."""
+        """Return the step of a loss; XLA decides about overlap. ``agree``: see ``Overlapped``."""
         divided = any(map(_on_several, jax.tree.leaves(inputs)))
-        make = functools.partial(self._step_of, programs, inputs, agree, divided=divided)
+
+        def make(found: Trace) -> PlannedStep:
+            if divided and jaxprs.ordered_effects(found.closed):
+                raise CollectiveError(
+                    "value_and_grad: the loss calls Python, other workers or collectives (SyncBatchNorm, say), which "
+                    "XLA cannot do in a program over several devices of one rank. Put the loss's arguments on one "
+                    "device."
+                )
+            plan, closed = agree(found), found.closed
+            program, digest = None, NO_PROGRAM
+            if not (divided or jaxprs.calls_back(closed.jaxpr.eqns) or any(map(_on_several, closed.consts))):
+                program, digest = self._program(plan, closed, inputs, self._rules.hook)
+            return PlannedStep(plan, found.gradients, programs.local, found.used, program, digest, found.results)
+
         return programs.find(inputs, ("devices", divided), make, None if divided else self._devices.span)
 
-    def _step_of(
-        self, programs: StepPrograms, inputs: Any, agree: Callable[[Trace], BucketPlan], found: Trace, *, divided: bool
-    ) -> PlannedStep:
-        if divided and jaxprs.ordered_effects(found.closed):
-            raise CollectiveError(
-                "value_and_grad: the loss calls Python, other workers or collectives (SyncBatchNorm, say), which XLA "
-                "cannot do in a program over several devices of one rank. Put the loss's arguments on one device."
-            )
-        plan = agree(found)
-        program, digest = None, APART
-        if not (divided or jaxprs.calls_back(found.closed.jaxpr.eqns) or any(map(_on_several, found.closed.consts))):
-            program, digest = self._program(plan, found.closed, inputs, self._rules.hook)
-        whole = DeviceStep(program, digest, found.results, programs.local)
-        return PlannedStep(plan, found.gradients, whole, found.used)
-
     def given(self, plan: BucketPlan, leaves: Sequence[Any], structure: Any, hook: Hook | None) -> PlannedStep:
-        """Return the average of gradients that somebody holds as a program of its own."""
+        """Return the average of given gradients as a program of its own."""
         key = plan.digest, structure, tuple(map(jax.typeof, leaves)), trace_context(), hook
         if key not in self._of_given:
             own = [at_home(leaf, self._devices.device) for leaf in leaves]
             closed = jax.make_jaxpr(lambda *xs: list(xs))(*own)
-            self._of_given[key] = PlannedStep(plan, structure, DeviceStep(*self._program(plan, closed, own, hook)))
+            program, digest = self._program(plan, closed, own, hook)
+            self._of_given[key] = PlannedStep(plan, structure, None, program=program, digest=digest)
         return self._of_given[key]
 
     def run(
         self, step: PlannedStep, inputs: Any, handling: Handling, then: Callable[[], Any] | None
     ) -> tuple[Any, list[Any], Any]:
-        """Return the step's results, its averages, and what ``then`` returns.
+        """Return the step's results, its averages, and the result of ``then``.
 
-        What all devices of the rank hold of given gradients, they hold again of the averages.
+        Averages of given gradients have the sharding of the gradients.
         """
-        code, leaves = step.code, jax.tree.leaves(inputs)
+        leaves = jax.tree.leaves(inputs)
         self._thread.finish()
         found = self._run(step, leaves, handling)
-        if code.alone is None:
-            assert found is not None  # ranks of one plan have one program
+        if step.code is None:
+            assert found is not None  # equal plans have equal programs
             results, averages = None, list(map(where_it_was, found[0], leaves))
         elif found is not None:
-            averages, results = found[0], jax.tree.unflatten(code.results, found[1])
+            averages, results = found[0], jax.tree.unflatten(step.results, found[1])
         else:
             results, averages = self._in_two(step, inputs, handling)
         return results, averages, None if then is None else self._thread.run(then)
 
     def _in_two(self, step: PlannedStep, inputs: Any, handling: Handling) -> tuple[Any, list[Any]]:
-        """Run this rank's own backward pass, then the averages: the ranks have no program in common."""
-        if step.code.program is not None and not self._warned:
+        """Run this rank's own backward pass, then the averages: the ranks' programs differ."""
+        if step.program is not None and not self._warned:
             self._warned = True
             log.warning(DIFFERENT_LOSSES)
         args, kwargs = inputs
-        with self._reducer.telling(handling.step, 0):
-            results, gradients = jax.block_until_ready(step.code.alone(*args, **kwargs))
+        with self._reducer.announcing(handling.step, 0):
+            results, gradients = jax.block_until_ready(step.code(*args, **kwargs))
             leaves, structure = jax.tree.flatten(removed(gradients))
             average = self.given(step.plan, leaves, structure, handling.hook)
         return results, self.run(average, leaves, handling, None)[1]
 
     def _program(self, plan: BucketPlan, closed: Any, inputs: Any, hook: Hook | None) -> tuple[Program, int]:
-        """Return a program whose first results are gradients, which it averages; and its digest."""
+        """Return a program that averages its first results, the gradients; and its digest."""
         like, tree = jax.tree.flatten([_first_state(bucket, hook) for bucket in plan.buckets])
         count, looks = len(plan.terms.leaves), self._rules.check_finite
 
@@ -158,13 +134,13 @@ class OnDevice:
     ) -> tuple[list[jax.Array], list[Any]] | None:
         """Run a program on this rank's inputs; return the averages, and its other results.
 
-        Returns None, on all ranks, and has run nothing, if the ranks have different programs, or one has none.
+        If the ranks' programs differ, or one has none, run nothing and return None, on all ranks.
         """
-        plan, (program, digest, *_), begun = step.plan, step.code, time.monotonic()
+        plan, program, digest, begun = step.plan, step.program, step.digest, time.monotonic()
         if program is None:
             self._reducer.meet(plan, handling, digest)
             return None
-        with self._reducer.telling(handling.step, 0):
+        with self._reducer.announcing(handling.step, 0):
             for bucket in plan.buckets:
                 if bucket.index not in handling.states:
                     handling.states[bucket.index] = _first_state(bucket, handling.hook)
@@ -179,7 +155,7 @@ class OnDevice:
         if events.sink is not None:
             events.tell(events.PIECE, self._devices.rank, "", "step over devices", begun, arrays=results)
         if self._rules.check_finite:
-            faults = np.asarray(results.pop())  # by rank, a row with the fault of each bucket
+            faults = np.asarray(results.pop())  # [rank, bucket]
             for bucket in plan.buckets:
                 self._reducer.require_finite(bucket, faults[:, bucket.index].tolist())
         count, kept = len(plan.terms.leaves), len(results) - len(states)
@@ -194,7 +170,7 @@ def _on_several(leaf: Any) -> bool:
 
 
 def _first_faults(plan: BucketPlan, wrong: Sequence[jax.Array]) -> jax.Array:
-    """Return for each bucket 0, or 1 plus the place of the first of its gradients that is wrong."""
+    """Return for each bucket 0, or 1 plus the index of its first wrong gradient."""
     found = [jnp.zeros((), jnp.int32)]
     for bucket in plan.buckets:
         flags = jnp.stack([wrong[slot.index] for slot in bucket.slots])

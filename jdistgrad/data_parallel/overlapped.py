@@ -1,6 +1,6 @@
-"""Steps driven from Python: buckets are reduced while later segments of the backward pass run.
+"""Steps called from Python: buckets are reduced while later segments of the backward pass run.
 
-The buckets are reduced by the communication thread, one for each DataParallel, so that its collectives have one order.
+Each DataParallel has one communication thread, which reduces the buckets in one order.
 """
 
 import concurrent.futures
@@ -22,7 +22,7 @@ from jdistgrad.leaves import LeafSpec
 from jdistgrad.rpc.handles import without_handles
 from jdistgrad.wire import pinned
 
-Launch = Callable[[list[Any]], None]  # takes the gradients of the next buckets
+Launch = Callable[[list[Any]], None]  # called with the gradients of the next buckets
 
 
 class Overlapped:
@@ -34,7 +34,7 @@ class Overlapped:
     def planned(
         self, programs: StepPrograms, inputs: Any, agree: Callable[[Trace], BucketPlan], *, overlap: bool
     ) -> PlannedStep:
-        """Return the step of a loss. ``agree``: makes the plan of its trace with the other ranks."""
+        """Return the step of a loss. ``agree``: plans its buckets with the other ranks."""
 
         def make(traced: Trace) -> PlannedStep:
             plan = agree(traced)
@@ -51,7 +51,7 @@ class Overlapped:
         return programs.find(inputs, overlap, make)
 
     def given(self, plan: BucketPlan, leaves: Sequence[Any], structure: Any, hook: Hook | None) -> PlannedStep:
-        """Return the average of gradients that somebody holds as a step that computes nothing."""
+        """Return the average of given gradients as a step that computes nothing."""
 
         def hand_over(leaves: Sequence[Any], launch: Launch) -> None:
             launch([leaves[k] for k in plan.bucketed])
@@ -61,17 +61,17 @@ class Overlapped:
     def run(
         self, step: PlannedStep, inputs: Any, handling: Handling, then: Callable[[], Any] | None
     ) -> tuple[Any, list[Any], Any]:
-        """Return the step's results, its averages, and what ``then`` returns, for which ``Reduction`` has a word.
+        """Return the step's results, its averages, and the result of ``then`` (see ``Reduction``).
 
         Raises:
-          UnfinishedError: a rank has died meanwhile; begin again.
+          UnfinishedError: a rank has died; repeat the step.
         """
         reduction = Reduction(self._reducer, self._thread, step.plan, handling, then)
         try:
             results = step.code(inputs, reduction.launch)
             reduction.end()
         except BaseException:
-            if reduction.is_launched:  # the others need nothing more of this rank's gradients
+            if reduction.is_launched:
                 reduction.end()
             else:
                 reduction.abandon()
@@ -83,13 +83,13 @@ class Overlapped:
 class Reduction:
     """The reduction of one step's gradients.
 
-    Gradients come in any order; buckets are launched strictly in the order of the plan. Launching by arrival would pair
-    different buckets on different ranks: silently wrong sums where the buckets' sizes are equal.
+    Gradients come in any order; buckets are launched strictly in the order of the plan. In the order of arrival, ranks
+    would reduce different buckets together: silently wrong sums if the buckets' sizes are equal.
 
-    Unless they were given (``handling.act``), the gradients are overwritten: nobody else must hold them.
+    The gradients are overwritten, except under ``Act.AVERAGE``: nobody else must hold them.
 
     Arguments:
-      then: what the ranks do together as soon as they have the averages, whether or not this one still waits.
+      then: called on the thread of every rank as soon as the rank has the averages.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class Reduction:
 
     @property
     def is_launched(self) -> bool:
-        """Return whether the others need nothing more of this rank's gradients."""
+        """Return whether all buckets are launched: the other ranks can finish without this one's main thread."""
         return len(self._launched) == len(self._plan.buckets)
 
     def launch(self, gradients: Sequence[Any]) -> None:
@@ -129,7 +129,7 @@ class Reduction:
             start = end
 
     def ready(self, leaf: int, gradient: Any) -> None:
-        """Give the gradient of a leaf, by its place in ``jax.tree.leaves``. Leaves may come in any order."""
+        """Mark the gradient of a leaf as ready, by its index in ``jax.tree.leaves``. Leaves may come in any order."""
         self._check(leaf, gradient)
         self._came.add(leaf)
         self._gradients[leaf] = gradient
@@ -165,7 +165,7 @@ class Reduction:
             require_rows(expected.path, gradient)
 
     def abandon(self) -> None:
-        """Give up the remaining gradients: announce that to the other ranks, after the buckets already launched."""
+        """Abandon the remaining gradients: announce that to the other ranks, after the buckets already launched."""
         launched = len(self._launched)
 
         def give_up() -> None:
@@ -175,7 +175,7 @@ class Reduction:
         self._thread.submit(give_up)
 
     def end(self) -> None:
-        """Let the others end the step, also if this rank does not wait for it."""
+        """Submit the end of the step, so that other ranks need not wait for this one's main thread."""
         if self._end is None and (self._then is not None or self._reducer.votes):
             self._end = self._thread.submit(self._ended)
 
@@ -183,7 +183,7 @@ class Reduction:
         """Wait for every bucket; return the averaged gradients, by leaf.
 
         Raises:
-          UnfinishedError: a rank has died meanwhile; begin again.
+          UnfinishedError: a rank has died; repeat the step.
         """
         if not self.is_launched:
             missing = [leaf.path for k, leaf in enumerate(self._plan.terms.leaves) if k not in self._came]
@@ -197,8 +197,8 @@ class Reduction:
             last.exception()  # one wait for all buckets: each wait takes the GIL from the reducing thread
         if self._end is not None and not self._end.result():
             raise UnfinishedError(
-                f"step {self.handling.step}: a rank has died, so no rank has the averages of this step; the gradients "
-                "are used up. Begin the step again: the other ranks go on without it."
+                f"step {self.handling.step}: a rank has died, so no rank has this step's averages; the gradients are "
+                "overwritten. Repeat the step: the other ranks continue without that rank."
             )
         for bucket, future in zip(self._plan.buckets, self._launched, strict=True):
             for slot, averaged in zip(bucket.slots, future.result(), strict=True):
@@ -206,10 +206,10 @@ class Reduction:
         return self._gradients
 
     def _ended(self) -> bool:
-        """Return whether all ranks have the averages. If so, do what comes then."""
+        """Return whether all ranks have the averages. If so, call ``then``."""
         errors = [error for error in (launched.exception() for launched in self._launched) if error is not None]
         if self._reducer.votes and self._reducer.failed >= self.handling.step:
-            self.abandon()  # the others wait whether this error ends the rank, so it is raised before the vote
+            self.abandon()  # raise before the vote: the others wait to see whether this error ends the rank
         elif self._reducer.votes and not self._reducer.vote(errors[0] if errors else None):
             return False
         if self._then is not None and not errors:
@@ -217,7 +217,7 @@ class Reduction:
         return True
 
     def _average(self, number: int, gradients: list[Any], places: list[Any] | None) -> list[Any]:
-        """Average a bucket. ``places``: where the averages go, if the gradients are copies in host memory."""
+        """Average a bucket. ``places``: the shardings of the averages, if the gradients are copies in host memory."""
         if self._failed:
             raise CollectiveError(f"bucket {number} was not reduced: the reduction of one before it failed")
         if number == 0:

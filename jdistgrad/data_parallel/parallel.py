@@ -58,17 +58,16 @@ class DataParallel(Corrected):
     Arguments:
       collectives: the ranks that average; default all workers of this world.
       bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket.
-      find_unused_parameters: find out after each step which parameters no rank's loss depends on (``used``).
-      hook: what to do with a bucket instead of averaging it; see ``hooks``. A state of the hook belongs to all trees of
-        the same paths, shapes and dtypes: two models that are alike in these need a ``DataParallel`` each.
-      overlap: cut the backward pass so that the first buckets travel while the rest still runs. The results are the
-        same without. The default is to cut where that pays: on accelerators, between machines, or with a spare core for
-        each rank.
+      find_unused_parameters: after each step, determine which parameters no rank's loss depends on (``used``).
+      hook: processes a bucket instead of averaging it; see ``hooks``. Trees of the same paths, shapes and dtypes share
+        the hook's state: two such models need a ``DataParallel`` each.
+      overlap: cut the backward pass so that the first buckets are reduced while the rest still runs. Results are the
+        same without. Default: on accelerators, between machines, or with a spare core for each rank.
       sparse: paths of leaves, as error messages spell them (``['embedding']``), with gradients whose rows are mostly
         zero: only the other rows travel.
       check_finite: look for NaN and infinity before each reduction; the error names the rank and the leaf.
       check_parameters: compare the bits of the parameters in the first step that is called from Python; the error
-        names the leaf and the ranks. DDP of PyTorch broadcasts them; here ``broadcast`` does.
+        names the leaf and the ranks. PyTorch's DDP broadcasts parameters; here you call ``broadcast``.
       timeout: seconds to wait for the slowest rank; over ``Devices`` also the longest time of one program.
       check: whether the ranks of a compiled step meet once before its averages. Without the meeting a rank that runs
         another program, or none, looks like a slow rank: the sums may be wrong, or all ranks wait for ever.
@@ -135,7 +134,7 @@ class DataParallel(Corrected):
 
     @property
     def size(self) -> int:
-        """The number of ranks that take part: without those whose loss the steps have survived."""
+        """The number of ranks, without lost ones."""
         return self._driver.reducer.collectives.size if self._driver else self.collectives.size
 
     # The model.
@@ -161,7 +160,9 @@ class DataParallel(Corrected):
         Raises:
           DisagreementError: a leaf differs; the error names the leaf, the place in it, the rank and both values.
         """
-        driver = self._require_driver("verify: the ranks of a mesh run one program on one array: nothing to compare")
+        driver = self._require_driver(
+            "verify: the ranks of a mesh run one program on one array, so there is nothing to compare."
+        )
         driver.verify(enclosed(tree))
 
     @property
@@ -200,7 +201,7 @@ class DataParallel(Corrected):
         arguments, so make that function once, before the loop over steps. Inside ``jax.jit`` or
         ``jax.shard_map`` the step becomes part of the compiled program. Called from Python, the backward pass is cut
         into segments, and buckets travel while later segments run. Every rank must call the returned function equally
-        often. Functions among the leaves of arguments are passed on; in the gradients they are None.
+        often. Functions among the leaves of arguments are passed on; their gradients are None.
         """
         plain, enclosing = (StepPrograms(one, argnums, has_aux=has_aux) for one in (loss_fn, on_opened(loss_fn)))
 
@@ -291,9 +292,9 @@ class DataParallel(Corrected):
         return self._require_driver(remedy).reduction(like)
 
     def abandon(self) -> None:
-        """Leave out this rank's next step because what leads to it has failed; return at once.
+        """Skip this rank's next step after a failure before it; return at once.
 
-        The other ranks' step ends with a ``DisagreementError`` that names this rank. They would wait for it.
+        The other ranks' step raises a ``DisagreementError`` that names this rank, instead of waiting for it.
         """
         self._require_driver("abandon: on a mesh one program takes the step of all ranks, or none.").abandon()
 
@@ -313,9 +314,9 @@ class DataParallel(Corrected):
     def join(self, *, divide_by_initial_world_size: bool = True) -> Iterator[Join]:
         """Open a block of steps of which ranks may take different numbers. Every rank must enter it.
 
-        A rank that has run out of inputs calls ``finish`` (or leaves the block) and shadows the others with zeros. It
-        can shadow only steps and averages that are called from Python. Steps inside ``jax.jit``, and collectives of
-        your own in the loss (``SyncBatchNorm``) or beside it, wait for that rank until their ``timeout``, and end with
+        A rank without further inputs calls ``finish`` (or leaves the block) and shadows the others with zeros. A rank
+        can shadow only steps and averages that are called from Python. Steps inside ``jax.jit``, and your own
+        collectives, in the loss (``SyncBatchNorm``) or outside, wait for that rank until their ``timeout``, and raise
         an error that names it.
 
         Arguments:
@@ -344,7 +345,7 @@ class DataParallel(Corrected):
     # The driver, or compiled code.
 
     def _driver_of(self, tree: Any) -> Driver | None:
-        """Return the driver for a concrete tree; None on a mesh and for a traced tree."""
+        """Return the driver; None on a mesh and for a traced tree."""
         return None if any_traced(tree) else self._driver
 
     def _require_driver(self, otherwise: str) -> Driver:
@@ -361,10 +362,7 @@ def _as_float(path: Any, number: Any) -> jax.Array:
 
 
 def _gradient(rref: RRef[Any]) -> Any:
-    """Return a value's gradient: zeros if nothing was contributed, with None for leaves without one of their own.
-
-    These are leaves that have no derivative, and references, whose gradients are those of their own values.
-    """
+    """Return a value's gradient: zeros if there is none, and None for leaves without derivative and references."""
     value, found = rref.local_value(), value_gradient(rref.id)
     floats = trees.map_leaves(lambda leaf: leaf if is_float_array(leaf) else None, value if found is None else found)
     return jax.tree.map(jax.numpy.zeros_like, floats) if found is None else floats

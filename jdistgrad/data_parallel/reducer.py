@@ -1,4 +1,4 @@
-"""A rank's collective work: agreeing on a plan, averaging its buckets, shadowing the others' steps.
+"""A rank's collective operations: agree on a plan, average its buckets, shadow other ranks' steps.
 
 Every method runs on the communication thread and begins with a roll call of all ranks.
 """
@@ -36,11 +36,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class UnfinishedError(WorkerLostError):
-    """An operation is not whole, since a rank has died. The others have done without it since, and may begin again."""
+    """An operation is incomplete because a rank has died. The others have a new group, and may repeat the operation."""
 
 
 def whole(method: F) -> F:
-    """Make a method of a reducer an operation that is whole on every rank, or is done again if a rank has died."""
+    """Make a method of a reducer an operation that is repeated on every rank if a rank dies meanwhile."""
 
     @functools.wraps(method)
     def run(reducer: Any, *args: Any) -> Any:
@@ -71,15 +71,15 @@ class Reducer:
         self.step = 0
         self.last_active: tuple[int, ...] = (0,)
         self.broken: CollectiveError | WorkerLostError | None = None
-        self.announced: list[Meeting] = []  # failures: the words for them are not read yet
+        self.announced: list[Meeting] = []  # this rank's failures, whose meetings are not read yet
         self.failed = 0  # the last step that this rank has announced as failed
-        self._told = ""  # the last failure of others that the ranks have voted on
-        self._scratch = averages.Scratch()
+        self._voted_on = ""  # the last failure of other ranks that the ranks have voted on
+        self._scratch = averages.scratch()
 
     # Meeting.
 
     def _meet(self, mine: Roll, terms: Terms | None = None) -> RollCall:
-        """Hold a roll call with this rank's word. ``terms``: those of the tree that this rank comes with."""
+        """Hold a roll call. ``terms``: describe this rank's tree, for the error if trees differ."""
         with self._breaking():
             while self.announced:
                 roll_call.read_words(self.announced.pop(0).wait(self.rules.timeout))
@@ -87,7 +87,7 @@ class Reducer:
         try:
             self._require_same_terms(words, terms)
         except DisagreementError:
-            self.step = max(roll_call.unpack(word).step for word in words)  # from which ranks that go on must go on
+            self.step = max(roll_call.unpack(word).step for word in words)  # equal on all ranks, which may continue
             raise
         with self._breaking():
             call = roll_call.read_words(words)
@@ -99,18 +99,18 @@ class Reducer:
 
     @contextlib.contextmanager
     def _breaking(self) -> Iterator[None]:
-        """Refuse all later meetings once ranks came apart or did not come: reductions would no longer match."""
+        """Make all later meetings fail once ranks diverged or were missing: reductions would no longer match."""
         if self.broken is not None:
             raise copy.copy(self.broken)
         try:
             yield
         except (DisagreementError, MissingRanksError, WorkerLostError) as error:
-            self.broken = copy.copy(error)  # without the traceback, whose frames may hold references to this
+            self.broken = copy.copy(error)  # without the traceback, whose frames may refer to this object
             raise
 
     @contextlib.contextmanager
-    def telling(self, step: int, bucket: int) -> Iterator[None]:
-        """Announce a failure of this rank alone to the others, which would wait for it."""
+    def announcing(self, step: int, bucket: int) -> Iterator[None]:
+        """Open a block; announce this rank's failure in it to the others, which would wait."""
         try:
             with self._breaking():
                 yield
@@ -126,7 +126,7 @@ class Reducer:
             self.collectives.voting = self.votes
         return before
 
-    # Going on without ranks that die.
+    # Continuing without ranks that die.
 
     @property
     def votes(self) -> bool:
@@ -134,19 +134,19 @@ class Reducer:
         return self.collectives.survives and self.joining is Joining.NONE
 
     def vote(self, error: BaseException | None) -> bool:
-        """Return whether an operation is whole on every rank; if not, go on without those lost. All ranks come to it.
+        """Return whether every rank has completed an operation; if not, leave out the lost ranks. A collective.
 
         Arguments:
-          error: the error with which the operation has failed here.
+          error: the operation's error on this rank.
         """
         group: Any = self.collectives
         if group.survives and isinstance(error, CollectiveError | NonFiniteError):
             group.explain(error)
         if not self.votes:
             return True
-        failed = frozenset[int]()  # the other ranks whose failure has ended this operation: they vote on each once
-        if isinstance(error, DisagreementError) and group.rank not in error.failed and str(error) != self._told:
-            self._told, failed = str(error), error.failed
+        failed = frozenset[int]()  # the other ranks whose failure has ended this operation; each is voted on once
+        if isinstance(error, DisagreementError) and group.rank not in error.failed and str(error) != self._voted_on:
+            self._voted_on, failed = str(error), error.failed
         if isinstance(self.broken, CollectiveError) and not failed:
             return True
         try:
@@ -154,14 +154,14 @@ class Reducer:
                 return True
             self.collectives = group.without_lost()
         except (WorkerLostError, MissingRanksError) as failure:
-            self.broken = CollectiveError(f"these steps do not go on any more: {failure}")
+            self.broken = CollectiveError(f"these steps cannot continue: {failure}")
             raise
         self.broken, self.failed = None, 0
         self.announced.clear()
         return False
 
     def abandon(self, step: int, bucket: int) -> None:
-        """Announce a failure of this rank alone, in the group as it is after the loss of a rank too."""
+        """Announce a failure of this rank alone; if a rank is lost, again in the new group."""
         error = None
         try:
             self.fail(step, bucket)
@@ -171,13 +171,13 @@ class Reducer:
             self.abandon(step, bucket)
 
     def fail(self, step: int, bucket: int) -> None:
-        """Announce, once, that this rank's step has failed. The others' words are read before the next meeting."""
+        """Announce, once, that this rank's step has failed, without waiting for the other ranks."""
         if step > self.failed:
             self.failed = step
             self.announced.append(self._announce(Roll(Act.FAILED, step, bucket, 0, 0)))
 
     def _require_same_terms(self, words: Sequence[bytes], mine: Terms | None) -> None:
-        """Raise on every rank, before anything is reduced, if ranks come with different trees."""
+        """Raise on every rank, before anything is reduced, if the ranks' trees differ."""
         active = {r: roll for r, roll in enumerate(map(roll_call.unpack, words)) if roll.act is not Act.SHADOW}
         begin = all(roll.act in (Act.AGREE, Act.REDUCE, Act.AVERAGE) and roll.number == 0 for roll in active.values())
         comparable = begin or len({(roll.act, roll.number) for roll in active.values()}) == 1
@@ -187,36 +187,38 @@ class Reducer:
         require_agreement({rank: terms[rank] for rank in active})
 
     def _roll(self, act: Act, number: int = 0, digest: int = 0) -> Roll:
-        """Return this rank's word for an action that has no handling of its own."""
+        """Return the roll of an action without ``Handling``."""
         return Roll(act, self.step, number, 0, digest, self.joining)
 
     # The operations.
 
     @whole
-    def agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[int] | None) -> BucketPlan:
+    def agree(self, terms: Terms, order: Sequence[int] | None, digests: Sequence[bytes] | None) -> BucketPlan:
         """Agree on the plan for a new tree. Raise DisagreementError if other ranks differ.
 
         Arguments:
-          digests: those of the parameters, which are to be the same on all ranks; None: they need not be.
+          digests: of the parameters, which must be equal on all ranks; None: do not compare parameters.
         """
         call = self._meet(self._roll(Act.AGREE, digest=terms.digest()), terms)
         return self._share_plan(call, terms, order, digests)
 
     def _share_plan(
-        self, call: RollCall, terms: Terms | None, order: Sequence[int] | None, digests: Sequence[int] | None = None
+        self, call: RollCall, terms: Terms | None, order: Sequence[int] | None, digests: Sequence[bytes] | None = None
     ) -> BucketPlan:
-        """Make the plan from the lowest active rank's tree and order, which joined ranks learn here too.
+        """Make the plan from the lowest active rank's tree and order, which joined ranks get here, too.
 
         Raises:
-          DisagreementError: a rank's settings differ, so it would plan or reduce differently; or its parameters.
+          DisagreementError: a rank's settings or parameters differ.
         """
         assert call.leader is not None
         leads = call.leader == self.collectives.rank
-        told = self.collectives.gather_objects((self.rules.settings, (terms, order) if leads else None, digests))
-        terms, order = told[call.leader][1]
+        gathered = self.collectives.gather_objects((self.rules.settings, (terms, order) if leads else None, digests))
+        terms, order = gathered[call.leader][1]
         assert terms is not None
-        require_agreement({rank: terms._replace(settings=settings) for rank, (settings, *_) in enumerate(told)})
-        require_same_parameters(terms.leaves, {rank: each for rank, (*_, each) in enumerate(told) if each is not None})
+        require_agreement({rank: terms._replace(settings=settings) for rank, (settings, *_) in enumerate(gathered)})
+        require_same_parameters(
+            terms.leaves, {rank: each for rank, (*_, each) in enumerate(gathered) if each is not None}
+        )
         plan = self.rules.plan(terms, order)
         self.plans[plan.digest] = plan
         return plan
@@ -235,7 +237,7 @@ class Reducer:
     ) -> list[Any]:
         """Average a bucket. ``overwrite``: averages may be written over the gradients."""
         bucket = plan.buckets[number]
-        with self.telling(handling.step, number):
+        with self.announcing(handling.step, number):
             own = jax.block_until_ready(list(gradients))
             ready = time.perf_counter()
             fault = averages.first_not_finite(own) if self.rules.check_finite else 0
@@ -243,7 +245,7 @@ class Reducer:
         call = self._meet(mine, plan.terms)
         self.require_finite(bucket, [roll.fault for roll in call.rolls])
         met = time.perf_counter()
-        with self.telling(handling.step, number):
+        with self.announcing(handling.step, number):
             averaged = self._averaged(bucket, own, handling, call.divisor, overwrite=overwrite)
         handling.spans.append(BucketTimes(number, ready, met, time.perf_counter()))
         return averaged
@@ -270,7 +272,7 @@ class Reducer:
         return averaged
 
     def default_handling(self, plan: BucketPlan, act: Act) -> Handling:
-        """Return the default handling of gradients: by the hook of the rules, with states kept for each plan."""
+        """Return a step's handling by the hook of the rules, whose states are kept for each plan."""
         return Handling(self.step, self.rules.hook, self.states.setdefault(plan.digest, {}), act, self.joining)
 
     def require_finite(self, bucket: Bucket, faults: Sequence[int]) -> None:
@@ -287,7 +289,7 @@ class Reducer:
 
     @whole
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
-        """Return which parameters any rank used. Ranks that have joined used none."""
+        """Return which parameters any active rank used."""
         self._meet(self._roll(Act.USED, len(used)))
         by_any = np.array(used, np.uint8)
         self.collectives.run("allreduce", by_any, "max")
@@ -313,9 +315,9 @@ class Reducer:
     # Joining.
 
     def shadow(self) -> int:
-        """Do what the others do, with zeros, until all have joined. Return the last rank that was active.
+        """Take part in the other ranks' operations, with zeros, until all have joined; return the last active rank.
 
-        A bucket that is not finite does not end the shadowing: the others raise the error, and may go on.
+        Shadowing continues after a bucket that is not finite: the others raise the error, and may continue.
         """
         handling: Handling | None = None
         while True:
@@ -328,7 +330,7 @@ class Reducer:
             if lead.act is Act.AGREE:
                 self._share_plan(call, None, None)
             elif lead.act in (Act.REDUCE, Act.AVERAGE):
-                with self.telling(lead.step, lead.number):
+                with self.announcing(lead.step, lead.number):
                     plan = self.plans[lead.digest]
                     if handling is None or lead.number == 0:
                         handling = self.default_handling(plan, Act.REDUCE)
@@ -338,7 +340,7 @@ class Reducer:
                 self.collectives.run("allreduce", np.zeros(lead.number, np.uint8), "max")
             elif lead.act is not Act.FAILED:
                 raise roll_call.disagreement(call.rolls, self.collectives.rank, call.leader)
-            elif handling is not None and handling.step == self.step:  # the others raise the error, and may go on
+            elif handling is not None and handling.step == self.step:  # the others raise the error, and may continue
                 handling.put_back()
 
     def _shadow_bucket(self, plan: BucketPlan, number: int, call: RollCall, handling: Handling) -> None:
@@ -346,10 +348,8 @@ class Reducer:
         if any(roll.fault for roll in call.rolls):
             handling.put_back()
             return
-        if self.rules.hook is None and not bucket.sparse:
-            averages.zeros(bucket, self.collectives, self._scratch)
-        elif plan.terms.leaves[bucket.slots[0].index].sparse:
+        if plan.terms.leaves[bucket.slots[0].index].sparse:
             averages.reduce_sparse(None, bucket.slots[0].shape, bucket.dtype, call.divisor, self.collectives)
         else:
             nothing = [jax.numpy.zeros(slot.shape, bucket.dtype) for slot in bucket.slots]
-            self._averaged(bucket, nothing, handling, call.divisor, overwrite=True)
+            self._averaged(bucket, nothing, handling, call.divisor, overwrite=False)

@@ -1,7 +1,6 @@
-"""The program of a step: its trace, when gradients become ready, and its backward pass in segments."""
+"""The program of a step: its trace, the order of its gradients, and its backward pass in segments."""
 
 import contextlib
-import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Sequence
@@ -27,8 +26,8 @@ T = TypeVar("T")
 class Trace(NamedTuple):
     """The jaxpr of ``value_and_grad``. Its outputs: first the leaves of the gradients, then those of (value, aux).
 
-    ``static``: the static parts of the parameters, functions among their leaves included. ``parameters``: the leaves of
-    the arguments that it was traced for, in the order of the gradients.
+    ``static``: the static parts of the parameters, with functions among their leaves. ``parameters``: the arguments'
+    leaves that it was traced with, in the order of the gradients.
     """
 
     closed: Any
@@ -87,7 +86,7 @@ def trace(
 
 
 def _probed(loss: Callable[..., Any], numbers: Sequence[int], used: set[int]) -> Callable[..., Any]:
-    """Return the loss with a probe on each parameter leaf, which notes in ``used`` that it gets a cotangent."""
+    """Return the loss with a probe on each parameter leaf, which adds to ``used`` the leaves that get a cotangent."""
 
     @functools.wraps(loss)
     def probed(*args: Any, **kwargs: Any) -> Any:
@@ -121,7 +120,7 @@ _probe.defvjp(_probe_forward, _probe_backward, symbolic_zeros=True)
 
 
 def readiness(closed: Any, count: int) -> list[int]:
-    """Return the first ``count`` outputs in the order the equations produce them; among equals, the last first."""
+    """Return the first ``count`` outputs in the order of their equations; among equals, the last first."""
     position = {var: k for k, equation in enumerate(closed.jaxpr.eqns) for var in equation.outvars}
 
     def key(index: int) -> tuple[int, int]:
@@ -163,14 +162,9 @@ class StepPrograms:
 _shared = jaxprs.Shared(1024)
 
 
-@dataclasses.dataclass(frozen=True)
-class Segment:
-    """Equations that run together. ``inputs``: the variables they need; ``kept``: their variables that others need."""
-
-    run: Callable[..., tuple[list[Any], list[Any]]]
-    inputs: tuple[Any, ...]
-    kept: tuple[Any, ...]
-    last_uses: tuple[Any, ...]
+Run = Callable[..., tuple[list[Any], list[Any]]]
+Variables = tuple[Any, ...]
+Segment = tuple[Run, Variables, Variables, Variables]  # with its inputs, those it returns for others, and the last uses
 
 
 class Segmented:
@@ -190,11 +184,11 @@ class Segmented:
         self.segments = _cut(self._jaxpr, groups, rest)
 
     def __call__(self, args: Sequence[Any], computed: Callable[[list[jax.Array]], None]) -> list[Any]:
-        """Dispatch every segment, and call ``computed`` with its gradients, which may still be under way."""
+        """Dispatch every segment; call ``computed`` with its gradients, which may not be ready yet."""
         values = self.begin(args)
         for number in range(len(self.segments)):
             computed(self.run(number, values))
-        # A result may be a constant or an argument, of JAX's own types for literals or of NumPy's.
+        # A result may be a constant or an argument, of NumPy's type or of JAX's type for literals.
         return [as_jax_array(jaxprs.read(values, var)) for var in self._results]
 
     def begin(self, args: Sequence[Any]) -> dict[Any, Any]:
@@ -202,11 +196,11 @@ class Segmented:
         return dict(zip([*self._jaxpr.constvars, *self._jaxpr.invars], [*self._consts, *args], strict=True))
 
     def run(self, number: int, values: dict[Any, Any]) -> list[jax.Array]:
-        """Dispatch the next segment and return its gradients. It changes ``values`` to what later segments need."""
-        segment = self.segments[number]
-        kept, gradients = segment.run(*[values[var] for var in segment.inputs])
-        values.update(zip(segment.kept, kept, strict=True))
-        for var in segment.last_uses:
+        """Dispatch the next segment and return its gradients. Update ``values`` for later segments."""
+        run, inputs, returned, last_uses = self.segments[number]
+        kept, gradients = run(*[values[var] for var in inputs])
+        values.update(zip(returned, kept, strict=True))
+        for var in last_uses:
             del values[var]
         return gradients
 
@@ -222,14 +216,14 @@ def _cut(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> list[S
     needs[0] += [var for var in dict.fromkeys(rest) if var in inputs and var not in needs[0]]
     last = {var: k for k, need in enumerate(needs) for var in need}
     keep = set(rest)
-    segments = []
+    segments: list[Segment] = []
     for k, (part, group) in enumerate(zip(equations, groups, strict=True)):
         made = {var for equation in part for var in equation.outvars}
         kept = tuple(var for var in dict.fromkeys(v for need in needs[k + 1 :] for v in need) if var in made)
         kept += tuple(var for var in dict.fromkeys(rest) if var in made and var not in kept)
         dying = tuple(var for var in needs[k] if last[var] == k and var not in keep)
         outputs = [jaxpr.outvars[leaf] for leaf in group]
-        segments.append(Segment(_compiled(part, tuple(needs[k]), kept, outputs), tuple(needs[k]), kept, dying))
+        segments.append((_compiled(part, needs[k], kept, outputs), tuple(needs[k]), kept, dying))
     return segments
 
 
@@ -259,7 +253,7 @@ def _assign(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> lis
 
 
 def _free(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Return the variables that equations and outputs need from outside."""
+    """Return the free variables of equations and outputs."""
     made = {var for equation in equations for var in equation.outvars}
     wanted = [var for equation in equations for var in equation.invars] + list(outputs)
     return list(dict.fromkeys(v for v in wanted if not isinstance(v, core.Literal) and v not in made))

@@ -1,4 +1,4 @@
-"""Statistics of a DataParallel: what it has reduced, and how long that took."""
+"""Statistics of a DataParallel: sizes and times of its reductions."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -29,8 +29,8 @@ Mode = tuple[Any, ...]
 class Blueprint(NamedTuple):
     """A module's class and its arguments, by which other workers make it: a pickle, without functions and classes.
 
-    A pickle has only the names of functions and classes, which may be defined again: ``functions`` are compared as
-    objects. A function that has no name of its own stands there as bytes; see ``code_of``.
+    A pickle has only the names of functions and classes, which may be defined again, so ``functions`` are compared as
+    objects. A function that no name leads to is pickled by value there (``code_of``).
     """
 
     label: str

@@ -41,7 +41,7 @@ class LinenApply(Apply):
         if unknown:
             raise ValueError(
                 f"mutable={mutable!r}: {self.label} has only {sorted(state) or 'parameters'} on its owner, not "
-                f"{unknown[0]!r}. Return from the module what it makes anew in each call (sow)."
+                f"{unknown[0]!r}. Return from the module the variables that each call makes (sow)."
             )
         return result, {name: changed.get(name, part) for name, part in state.items()}
 

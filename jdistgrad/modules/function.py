@@ -28,7 +28,7 @@ class RemoteFunction(Corrected):
     to the parameters, so it can be differentiated like any argument; its gradient stays on the owner.
 
     As an argument of a remote call it arrives with the parameters themselves, and runs on the worker that is called.
-    ``by_reference(function)`` passes it on with the reference: it runs where it did.
+    ``by_reference(function)`` passes it with the reference: it still runs on the owner.
 
     Arguments:
       to: the worker: its name, its rank or its ``WorkerInfo``.
@@ -51,7 +51,7 @@ class RemoteFunction(Corrected):
         "to_here": "module.parameters.to_here() returns a copy of its parameters",
         "params": "module.parameters refers to its parameters, module.parameters.to_here() returns a copy of them",
         "state_dict": "variables() returns parameters and state",
-        "load_state_dict": "restore(variables) takes what variables() returned",
+        "load_state_dict": "restore(variables) takes the result of variables()",
     }
 
     parameters: Any
@@ -105,7 +105,7 @@ class RemoteFunction(Corrected):
         return {name: reference.to_here(timeout) for name, reference in self.references.items()}
 
     def restore(self, variables: Mapping[str, Any], timeout: float | None = None) -> None:
-        """Put back on the owner what ``variables`` returned. The references stay, so optimizers of them go on.
+        """Restore the result of ``variables`` on the owner. References and their optimizers stay valid.
 
         Raises:
           ValueError: the variables have another structure, or other shapes or dtypes; nothing was changed.
@@ -189,7 +189,7 @@ class RemoteModule(RemoteFunction):
     def train(self, **attributes: Any) -> None:
         """Set the training mode of an nnx module as ``nnx.Module.train`` does, for calls by this object from now on.
 
-        Pass the module to staged functions as an argument: what they close over stays as it was traced.
+        Pass the module to staged functions as an argument: closed-over modules keep the mode of the trace.
         """
         self._set_mode("train", attributes)
 
@@ -200,7 +200,7 @@ class RemoteModule(RemoteFunction):
     def _set_mode(self, method: str, attributes: Mapping[str, Any]) -> None:
         if not self.apply.has_modes:
             raise TypeError(
-                f"{method}() is for nnx modules. A linen module is told in the call, as in flax: "
+                f"{method}() is for nnx modules. Pass the mode of a linen module in the call, as in flax: "
                 'module(x, train=True, mutable=["batch_stats"], rngs={"dropout": key})'
             )
         _, before = self.apply.mode or ("", ())
@@ -214,7 +214,7 @@ def put_back(references: Mapping[str, RRef[Any]], variables: Any) -> None:
     owned = current_worker().references.owned
     with contextlib.ExitStack() as stack:
         for identifier in sorted(one.id for one in references.values()):
-            stack.enter_context(owned.lock(identifier))  # a call under way would put its own state in place after this
+            stack.enter_context(owned.lock(identifier))  # a running call would overwrite the restored state
         known = {name: one.local_value() for name, one in references.items()}
         differs = difference(variables, known)
         if differs is not None:

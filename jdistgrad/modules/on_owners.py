@@ -65,10 +65,10 @@ def get(tree: Any, *, timeout: float | None = None) -> Any:
 def tree_map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     """Map over the values of references as ``jax.tree.map`` does, where they are, and return new references.
 
-    ``f`` gets the arrays of the values. The tree decides where: each of its references is mapped by its owner, all at
-    the same time, and what stands there in the other trees (references to values anywhere, gradients of references,
-    arrays) is sent to that owner. Leaves of the tree that are no references are mapped here. The result has the tree's
-    structure, with a new reference for each: ``jd.get`` fetches their values. It can be differentiated.
+    ``f`` gets the arrays of the values. The owner of each reference in ``tree`` maps it, all owners at the same time;
+    the corresponding leaves of the other trees (references to values anywhere, gradients of references, arrays) are
+    sent to that owner. Other leaves of ``tree`` are mapped here. The result has the structure of ``tree``, with new
+    references: ``jd.get`` fetches their values. The map can be differentiated.
 
     Arguments:
       f: a function as for ``rpc_sync``, of as many arguments as there are trees.
@@ -105,7 +105,7 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
 
 
 def _values(wanted: Sequence[Any]) -> list[Any]:
-    """Return the values of references, and the gradients that are so identified; runs on their owner."""
+    """Return the values of references, and gradients by their ids; runs on the owner."""
     return [one.to_here() if isinstance(one, RRef) else gradient_of(*one) for one in wanted]
 
 

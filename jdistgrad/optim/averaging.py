@@ -34,13 +34,13 @@ def average_gradients(
     """Return an optax transformation that averages gradients over all ranks, to be chained with others.
 
     Every rank must call ``init`` and ``update``, in the same order. Works in ``jit``, on a mesh inside ``shard_map``,
-    and eagerly. After an update that has failed on some ranks only, call ``init`` again, on every rank; the state from
-    before may go on. On a mesh, the state of a hook differs from device to device: its ``shard_map`` spec must say so.
+    and eagerly. After an update that has failed on some ranks only, call ``init`` again, on every rank; the old state
+    may still be used. On a mesh, a hook's state differs from device to device: its ``shard_map`` spec must say so.
 
     Arguments:
       collectives: the ranks that average; default all workers of this world.
       bucket_cap_mb: how many MiB of gradients travel together; default 25, and 1 for the first bucket.
-      hook: what to do with a bucket instead of averaging it. The hook's state is part of the optimizer's.
+      hook: processes a bucket instead of averaging it. The hook's state is part of the optimizer's.
 
     Example:
       >>> tx = optax.chain(jd.average_gradients(), optax.adam(1e-3))
@@ -50,12 +50,12 @@ def average_gradients(
         require_collectives("average_gradients", collectives, remedy)
     rules = Rules(bucket_cap_mb, hook=hook)
 
-    def group(*, anew: bool = False) -> tuple[Collectives, Driver | None]:
+    def group(*, renew: bool = False) -> tuple[Collectives, Driver | None]:
         all_ = shared() if collectives is None else collectives
-        return all_, shared_driver(all_, rules, anew=anew) if isinstance(all_, HostCollectives) else None
+        return all_, shared_driver(all_, rules, renew=renew) if isinstance(all_, HostCollectives) else None
 
     def init(params: Any) -> AverageGradientsState:
-        all_, driver = group(anew=True)
+        all_, driver = group(renew=True)
         return AverageGradientsState(CompiledAverage(all_, rules, driver).initial_states(params))
 
     def update(
@@ -74,8 +74,8 @@ def average_gradients(
 class LocalSgdState(NamedTuple):
     """The state of ``local_sgd`` on this rank.
 
-    ``steps``: those taken since the last exchange. ``start``: the parameters after it, the same on all ranks. So is
-    ``outer``. A rank's own are ``inner`` and ``exchange``, the hook's state.
+    ``steps``: their number since the last exchange. ``start``: the parameters after the exchange. ``exchange``: the
+    hook's state. ``start`` and ``outer`` are the same on all ranks.
     """
 
     steps: Any
@@ -97,10 +97,10 @@ def local_sgd(
     """Return an optimizer by which each rank trains alone, and every few steps all ranks average their parameters.
 
     The ranks exchange ``1 / every`` of the bytes of ``average_gradients``. Give it this rank's own gradients, of
-    ``jax.value_and_grad``. In the exchange, the parameters' way since the last exchange is averaged over the ranks and
-    handed to the outer optimizer as a gradient (DiLoCo). All ranks must begin with the same parameters and take equally
-    many steps. In steps without exchange the parameters differ from rank to rank; after an exchange they are equal up
-    to the rounding of ``params + updates``, which does not add up.
+    ``jax.value_and_grad``. In the exchange, the change of the parameters since the last exchange is averaged over the
+    ranks, and the outer optimizer gets the average as a gradient (DiLoCo). All ranks must begin with the same
+    parameters and take equally many steps. Between exchanges the parameters differ from rank to rank; after an exchange
+    they are equal up to the rounding of ``params + updates``, which does not accumulate.
 
     Call ``update`` from Python: a step without exchange then takes microseconds more than the inner optimizer's. Inside
     ``jax.jit`` it works too, but each step runs a program that contains the exchange.
@@ -146,15 +146,15 @@ def local_sgd(
 
 
 def keep_unused(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer that leaves parameters that no rank used, and their optimizer state, as they are.
+    """Return an optimizer that does not change parameters that no rank used, nor their optimizer state.
 
     A zero gradient is not enough: moments still decay, and momentum and weight decay still act. Counts of steps, which
-    all parameters share in optax, go on: the bias correction of a parameter that is used late is that of its late step.
+    all parameters share in optax, increase: a parameter that is used late gets the bias correction of its late step.
 
     Arguments:
       tx: any optimizer. Its ``update`` takes ``used=``, a tree of booleans: ``DataParallel.used``. With
-        ``optax.MultiSteps``, name what any step since the last update has used: what the last of them has not used
-        would lose the gradients of those before.
+        ``optax.MultiSteps``, pass the parameters that any step since the last update has used: otherwise those that the
+        last step has not used lose the gradients of the steps before.
 
     Example:
       >>> tx = keep_unused(optax.adam(1e-3))

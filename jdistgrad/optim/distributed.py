@@ -45,7 +45,7 @@ class DistributedOptimizer(Corrected):
       rrefs: the values to optimize. Leaves that are not float arrays stay as they are.
       max_global_norm: scale gradients down so that their norm, over all owners, is at most this. None, or ``math.inf``:
         any norm.
-      refuse_nan: if a gradient is not finite, raise and change nothing on any owner.
+      refuse_nan: if a gradient is not finite, raise an error and change nothing on any owner.
 
     Example:
       >>> optimizer = jd.DistributedOptimizer(optax.adam(1e-3), [enc, dec])
@@ -59,7 +59,7 @@ class DistributedOptimizer(Corrected):
     corrections: ClassVar = {
         "zero_grad": "gradients belong to a context, and each step has a new one: there is nothing to reset",
         "state_dict": "state() returns values and optimizer states",
-        "load_state_dict": "restore(state) takes what state() returned",
+        "load_state_dict": "restore(state) takes the result of state()",
     }
 
     def __init__(
@@ -98,18 +98,18 @@ class DistributedOptimizer(Corrected):
         """Update every value with its gradient; return when all owners are done.
 
         Arguments:
-          gradients: a context or its id, for all that has been added up there; or what ``grad``, ``value_and_grad`` or
-            ``backward`` returned: a RemoteGradient, or a tree of them. Those of other references are ignored.
-          extra: numbers and arrays that the transformation takes besides, on every owner: ``value=loss`` for
+          gradients: a context or its id, for all gradients accumulated there; or the result of ``grad``,
+            ``value_and_grad`` or ``backward``: a tree of RemoteGradients. Those of other references are ignored.
+          extra: extra arguments of the transformation, on every owner: ``value=loss`` for
             ``optax.contrib.reduce_on_plateau``.
 
-        In a function staged by ``jit``, every owner steps as soon as its gradients are complete; ``max_global_norm``
-        and ``refuse_nan`` still let no owner step before all have looked at theirs. Gradients add up in a context, and
-        stay there after a step: open a context for each step, or none.
+        In a function staged by ``jit``, every owner steps as soon as its gradients are complete; with
+        ``max_global_norm`` or ``refuse_nan``, once all owners have inspected theirs. Gradients accumulate in a context,
+        and stay there after a step: open a context for each step, or none.
 
         Raises:
-          DifferentiationError: a value has no gradient, or a gradient that is not finite; nothing was changed (unless a
-            value turns out to have none only while a staged step runs: then other owners may have stepped).
+          DifferentiationError: a value has no gradient, or a gradient that is not finite; nothing was changed (but if
+            a staged step is running, other owners may have stepped).
           ContextError: the context is closed, or unknown here.
           StaleReferenceError: the optimizer was made in a world that has been shut down.
         """
@@ -130,7 +130,7 @@ class DistributedOptimizer(Corrected):
                 if self._refuse_nan:
                     owner.require_finite(self._owners, inspected[:, 1].tolist())
                 scale = float(self._factor(inspected[:, 0], np))
-            elif len(self._on_owners) > 1:  # the only owner checks for itself
+            elif len(self._on_owners) > 1:  # a single owner checks in its step
                 self._everywhere("wait_for")
             self._everywhere("step", scale, arrays)
 
@@ -150,14 +150,14 @@ class DistributedOptimizer(Corrected):
         return {"values": values, "states": [state for _, state in found], "owned": owned}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore what ``state`` returned, for an optimizer of the same values, of which the same share an owner.
+        """Restore the result of ``state``, for the same values, divided among owners in the same way.
 
-        The arrays may be NumPy's. All owners check their parts before the first restores its own. Where the values have
-        moved to other owners, use ``save`` and ``jdistgrad.restore``.
+        The arrays may be NumPy's. All owners check their parts before the first restores its own. If values have moved
+        to other owners, use ``save`` and ``jdistgrad.restore``.
 
         Raises:
-          ValueError: the state has another structure, or other shapes or dtypes, or owners had other values together;
-            nothing was restored on any owner.
+          ValueError: the state has another structure, other shapes or dtypes, or values divided in another way among
+            owners; nothing was restored on any owner.
         """
         self._require_its_world("optimizer.restore")
         parts = zip(self._on_owners, references_kept(self._parts(state)), strict=True)
@@ -167,23 +167,23 @@ class DistributedOptimizer(Corrected):
         _all([api.rpc_async(owned.owner, there.put_back, (owned, part)) for owned, part in prepared])
 
     def _require_its_world(self, what: str) -> None:
-        """Raise StaleReferenceError in another world, where others may have the ids of these references."""
+        """Raise StaleReferenceError in another world, where these references' ids may mean other values."""
         for rref in self._rrefs:
             rref._home(what)
 
     def _parts(self, state: Any) -> list[owner.Saved]:
         """Return each owner's part of a saved state."""
         if not isinstance(state, Mapping) or not {"values", "states"} <= set(state):
-            raise ValueError("restore takes what state() gave, a dict with 'values' and 'states'")
+            raise ValueError("restore takes the result of state(), a dict with 'values' and 'states'")
         values, states, owned = state["values"], state["states"], state.get("owned") or self._spelled_numbers
         if len(values) != len(self._rrefs) or len(states) != len(self._on_owners):
             here = f"{len(self._rrefs)} on {len(self._on_owners)}"
             raise ValueError(f"restore: {len(values)} values on {len(states)} owners, but this optimizer has {here}")
         if set(owned) != set(self._spelled_numbers):
             raise ValueError(
-                f"restore: an owner each had the values ({'), ('.join(owned)}), but here have "
-                f"({'), ('.join(self._spelled_numbers)}): states would come to other values. jd.save and jd.restore "
-                "find the state of each value on any owner."
+                f"restore: the state was saved for values divided among owners as ({'), ('.join(owned)}), but now they "
+                f"are divided as ({'), ('.join(self._spelled_numbers)}). Use jd.save and jd.restore, which can divide "
+                "states again."
             )
         each = enumerate(zip(self._on_owners, states, strict=True))
         return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, ((_, mine), one) in each]
@@ -218,7 +218,7 @@ class DistributedOptimizer(Corrected):
         return use_all(uses, needs=(self._on_owners, self._rrefs))
 
     def _factor(self, squares: Any, numpy: Any) -> Any:
-        """Return the factor for gradients with these squared norms, in NumPy or in JAX's."""
+        """Return the factor for gradients with these squared norms. ``numpy``: NumPy's module or JAX's."""
         if self._max_norm is None:
             return np.float32(1)
         return self._max_norm / numpy.maximum(numpy.sqrt(squares.sum()), self._max_norm)
@@ -237,7 +237,7 @@ def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
         if not isinstance(rref, RRef):
             raise TypeError(
                 f"DistributedOptimizer optimizes RRefs, not {type(rref).__name__}: of a module pass module.parameters; "
-                "wrap a value of this worker, RRef(value); send jd.by_reference of what is to arrive as a reference"
+                "wrap a value of this worker, RRef(value); to send a reference as an argument, jd.by_reference(rref)"
             )
     if not found or len(set(found)) < len(found):
         raise ValueError(f"DistributedOptimizer needs at least one RRef, each once: {found}")

@@ -1,6 +1,6 @@
-"""The owner's side of an optimizer: the parameters that live on one worker, and the state that belongs to them.
+"""The owner's side of an optimizer: the parameters on one worker, and their optimizer state.
 
-Saved values and states are compared with the current ones, and converted to the same kinds, by pure functions.
+Pure functions compare saved values and states with the current ones, and convert them to the same kinds.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ ARRAYS = jax.Array, np.ndarray, np.generic
 NUMBERS = {bool, int, float, complex}
 LEAF = jax.tree.structure(0)
 
-Gradient = Sequence[Any]  # of one value: an array for each of its float arrays, None if nothing was contributed to it
+Gradient = Sequence[Any]  # of one value: an array for each of its float arrays, or None
 
-Saved = dict[str, dict[int, Any]]  # an owner's part of a saved state: "values" and "states", by their places in it
+Saved = dict[str, dict[int, Any]]  # an owner's part of a saved state: "values" and "states", by their indices there
 
 
 class Value(NamedTuple):
-    """A reference's value, taken apart: its float arrays, their tree, and the layout of the whole value around them."""
+    """A reference's value, flattened: its float arrays, their tree, and the layout of the rest."""
 
     leaves: list[Any]
     tree: Any
@@ -50,14 +50,14 @@ class Value(NamedTuple):
 
 
 class ValueForm:
-    """What the values of one reference have in common from step to step, so that each is taken apart quickly.
+    """A cache of the structure of one reference's values, which makes ``Value.of`` about ten times as fast.
 
-    Holds no array that has a gradient: others may replace a value, or change its contents, and the old one goes.
+    It refers to no array that has a gradient, so that replaced values are freed.
     """
 
     def __init__(self) -> None:
         self._structure: Any = None
-        self._kinds: list[Any] = []  # of each leaf that has a gradient, the dtype; all others themselves
+        self._kinds: list[Any] = []  # the dtypes of leaves that have a gradient, and all other leaves themselves
         self._tree: Any = None
         self._layout: Any = None
 
@@ -69,7 +69,7 @@ class ValueForm:
                 return Value([one for one, kind in each if one is not kind], self._tree, self._layout)
         found = Value.of(whole)
         same = [id(leaf) for leaf in leaves if has_gradient(leaf)] == list(map(id, found.leaves))
-        self._structure = structure if same else None  # JAX takes apart what holds references in another way
+        self._structure = structure if same else None  # JAX flattens values with references in another way
         self._kinds = [leaf.dtype if has_gradient(leaf) else leaf for leaf in leaves]
         self._tree, self._layout = found.tree, found.layout
         return found
@@ -90,8 +90,8 @@ class OwnedParameters:
             self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
         except Exception as error:
             error.add_note(
-                f"{current_worker().info}: the transformation gets the list of the values that are optimized here, "
-                f"{len(values)} of them. A tree of masks or labels is such a list too, or a function of the list."
+                f"{current_worker().info}: the transformation gets a list of the {len(values)} values that are "
+                "optimized here. Pass masks or labels as such a list too, or as a function of the list."
             )
             raise
 
@@ -113,7 +113,7 @@ class OwnedParameters:
         jax.block_until_ready(gradients)
 
     def step(self, gradients: Sequence[Gradient], scale: Any, extra: dict[str, Any]) -> None:
-        """Update the values with gradients. ``extra``: what the transformation takes besides, such as the loss."""
+        """Update the values with gradients. ``extra``: extra arguments of the transformation, such as the loss."""
         factor = np.asarray(scale, jax.dtypes.canonicalize_dtype(np.float64))
         with self._lock:
             # Others may have replaced the values, or changed their contents.
@@ -129,7 +129,7 @@ class OwnedParameters:
                 self._owned.replace(rref.id, value.layout.fill(leaves))
 
     def _of_arrays(self, gradients: Sequence[Gradient]) -> list[Gradient]:
-        """Return the gradients without those of references that the values hold."""
+        """Return the gradients, without those of references in the values."""
         each = zip(gradients, self._own, strict=True)
         return [one if all(own) else list(itertools.compress(one, own)) for one, own in each]
 
@@ -141,15 +141,15 @@ class OwnedParameters:
 
     @shown_as("the check of an optimizer's saved state")
     def prepare(self, saved: Saved) -> Saved:
-        """Check that saved values and state fit the current ones; return them for ``put_back``. Changes nothing."""
+        """Check that saved values and state fit the current ones; return them for ``put_back``."""
         values, state = self.state()
         named = dict(zip(saved["values"], values, strict=True))
         known = {"values": named, "states": dict.fromkeys(saved["states"], state)}
         differs = difference(saved, known)
         if differs is not None:
             raise ValueError(
-                f"restore on {current_worker().info}: {differs}. Nothing was restored on any worker. Restore what "
-                "state() gave of an optimizer of the same values and the same transformation."
+                f"restore on {current_worker().info}: {differs}. Nothing was restored on any worker. Restore the "
+                "state() of an optimizer of the same values and the same transformation."
             )
         return converted(saved, known)
 
@@ -168,9 +168,8 @@ class OwnedParameters:
         if missing:
             raise DifferentiationError(
                 f"the optimizer has no gradient of {', '.join(missing)} in this context. Differentiate a function of "
-                "it in the context first, or leave the reference out of the optimizer. Compiled functions (jd.jit, "
-                "jax.jit) compute only what they return or use: let them return the gradients too, or make the step in "
-                "them.",
+                "it in the context first, or remove the reference from the optimizer. Compiled functions (jd.jit, "
+                "jax.jit) compute only what they return or use: return the gradients too, or step inside the function.",
                 missing=missing,
             )
         return [one for one in found if one is not None]
@@ -183,7 +182,7 @@ def _inspected(leaves: list[Any]) -> tuple[Any, Any]:
     return sum(squares), jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
 
 
-# The functions that a step calls on owners. The optimizer holds a reference to the parameters: an id is enough.
+# The functions that a step calls on owners, with ids: the optimizer keeps the references.
 
 
 @shown_as("an optimizer's step")
@@ -200,7 +199,7 @@ def _known(identifier: int) -> OwnedParameters:
 
 @dataclasses.dataclass(frozen=True)
 class Inspect(ServedFunction):
-    """An inspection of gradients that are given: see ``OwnedParameters.inspect``."""
+    """An inspection of given gradients: see ``OwnedParameters.inspect``."""
 
     identifier: int
     label = "an inspection of gradients"
@@ -216,10 +215,9 @@ class Inspect(ServedFunction):
 
 @dataclasses.dataclass(frozen=True)
 class OwnersStep(ServedFunction):
-    """A step with gradients that are given. It is refused if an owner has found some that are not finite.
+    """A step with given gradients. Raises an error if an owner's inspection found one that is not finite.
 
-    ``owners``: those whose findings come with the gradients. ``extra``: the names of what the transformation takes
-    besides.
+    ``owners``: the inspecting owners. ``extra``: the names of the transformation's extra arguments.
     """
 
     identifier: int
@@ -261,7 +259,7 @@ def first_difference(
     fits: Callable[[Any, Any], bool],
     spelled: Callable[[Any], str],
 ) -> str | None:
-    """Return the first difference between leaves by place, in words; None if theirs fit."""
+    """Return the first difference between leaves, by path, in words; None if theirs fit."""
     for place, expected in ours.items():
         if place not in theirs:
             return f"{place} is missing, expected {spelled(expected)}"
@@ -272,10 +270,7 @@ def first_difference(
 
 
 def converted(found: Any, known: Any) -> Any:
-    """Convert fitting values to the kinds of the known values, with the order of the known dicts.
-
-    Arrays become copies on this worker, which nobody else writes to.
-    """
+    """Convert fitting values to the kinds of the known values, with the order of the known dicts, and copy arrays."""
     leaves = trees.leaves(found)
     return trees.map_leaves(lambda leaf: _at_home(next(leaves), leaf), known)
 

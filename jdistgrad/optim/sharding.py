@@ -1,8 +1,8 @@
-"""Optimizer state divided among the ranks: ZeRO stages 1 and 2.
+"""Optimizer state sharded over the ranks: ZeRO stages 1 and 2.
 
 Rajbhandari et al., "ZeRO" (SC 2020). Each rank keeps the state of its slice of every flattened parameter and computes
 that slice's update, then all ranks gather the updates. The state has the parameters' tree, so masks by path work as
-without sharding. Guarantee: the same updates as without sharding, for optimizers that treat each element by itself
+without sharding. Guarantee: the same updates as without sharding, for elementwise optimizers
 (sgd, momentum, adam, rmsprop, weight decay). Weakness: transformations that look at whole leaves or their shapes (lars,
 adafactor, clipping by norm) would see slices: ``init`` tries a transformation on a small tree, and refuses these.
 """
@@ -34,25 +34,25 @@ def shard_state(
     bucket_cap_mb: float | None = None,
     try_first: bool = True,
 ) -> optax.GradientTransformationExtraArgs:
-    """Return an optimizer whose state is divided among the ranks.
+    """Return an optimizer whose state is sharded over the ranks.
 
-    Every rank must call ``init`` and ``update`` with the same parameters. A rank's state is of use to that rank only:
-    ``gather_state`` makes a whole one of the parts, to be saved; ``divide_state`` divides it among any number of ranks.
+    Every rank must call ``init`` and ``update`` with the same parameters. To save the state, gather it by
+    ``gather_state``; ``divide_state`` shards the result over any number of ranks.
 
     Arguments:
-      tx: an optimizer that treats each element by itself.
+      tx: an elementwise optimizer.
       collectives: the ranks that share the state; default all workers of this world. On a mesh, ``init`` runs inside
         ``shard_map`` too, and the state is sharded over the axis.
-      average: average the gradients, too: ``update`` gets this rank's own, those of ``jax.value_and_grad``. Each rank
-        then gets the averages of its slices only, so a step sends 2 (n-1)/n of the gradients' bytes (ZeRO stage 2), as
-        a step without sharding does. Otherwise ``update`` gets averages, and the gathering of updates comes on top.
+      average: average the gradients, too: ``update`` gets this rank's own gradients, from ``jax.value_and_grad``. Each
+        rank then averages its slices only, so a step sends 2 (n-1)/n of the gradients' bytes (ZeRO stage 2), as many
+        as without sharding. Otherwise ``update`` gets averages, and gathering the updates comes on top.
       max_global_norm: scale the (averaged) gradients down so that their norm, over all parameters, is at most this, as
         ``optax.clip_by_global_norm`` does.
       bucket_cap_mb: how many MiB of gradients and updates travel together; default 25, and 1 for the first bucket.
-      try_first: whether ``init`` tries ``tx`` on a small tree, to see that it treats each element by itself.
+      try_first: whether ``init`` tries ``tx`` on a small tree, to check that it is elementwise.
 
     Raises:
-      ValueError: (``init``) the transformation does something else to a slice of a parameter than to the whole.
+      ValueError: (``init``) the transformation is not elementwise.
 
     Example:
       >>> tx = shard_state(optax.adam(1e-3), average=True)
@@ -84,10 +84,10 @@ def shard_state(
 def gather_state(
     tx: optax.GradientTransformation | optax.MultiSteps, state: Any, params: Any, collectives: Collectives | None = None
 ) -> Any:
-    """Return the whole state of which each rank has its part, the same on all ranks. Every rank must call it.
+    """Gather a sharded state from all ranks, and return the whole. Every rank must call it.
 
     Arguments:
-      tx: the optimizer that was given to ``shard_state``: the result is a state of this one.
+      tx: the optimizer that was given to ``shard_state``; the result is a state of this optimizer.
       state: this rank's part.
       params: the parameters.
 
@@ -189,7 +189,7 @@ _sum_of_squares = jax.jit(functools.partial(optax.tree.norm, squared=True))
 
 @jax.jit
 def _clipped(slices: Any, squares: Any, most: float) -> Any:
-    """Return slices scaled down to a norm over all ranks, for which they have added up the squares."""
+    """Return slices scaled down to a norm over all ranks. ``squares``: the sum of squares over all ranks."""
     norm = jnp.sqrt(squares)
     return jax.tree.map(lambda leaf: jnp.where(norm < most, leaf, (leaf / norm.astype(leaf.dtype)) * most), slices)
 
@@ -208,7 +208,7 @@ def _averaged_slices(tree: Any, all_: Collectives, limits: Sequence[int]) -> Any
 
 @functools.partial(jax.jit, static_argnums=1)
 def _rows(leaves: list[jax.Array], size: int) -> jax.Array:
-    """Return the shares of an average, first all that is for rank 0, then for rank 1, and so on."""
+    """Return the slices of several leaves in the order of the ranks."""
     return jnp.concatenate([_parts(divided(leaf, size), size) for leaf in leaves], axis=1).reshape(-1)
 
 
@@ -231,7 +231,7 @@ def _put_together(rows: jax.Array, lengths: tuple[int, ...], shapes: tuple[tuple
     return [part[: math.prod(shape)].reshape(shape) for part, shape in zip(flat, shapes, strict=True)]
 
 
-# Whether a transformation treats each element by itself: it is tried on a small tree, whole and in slices.
+# Check that a transformation is elementwise: try it on a small tree, whole and in slices.
 
 STEPS = 40  # at most: the first updates may be zero, in optax.MultiSteps or under a schedule that warms up
 VALUE = np.float32(1)  # of the loss, for optax.contrib.reduce_on_plateau
@@ -239,19 +239,14 @@ SIDE = 128  # the size of dimensions from which optax.scale_by_factored_rms fact
 
 
 def require_elementwise(tx: optax.GradientTransformationExtraArgs, params: Any) -> None:
-    """Raise ValueError for a transformation that does something else to a slice of a leaf than to the whole leaf.
-
-    Arguments:
-      params: a tree of which only the structure and the shapes matter.
-    """
+    """Raise ValueError for a transformation that is not elementwise. Of ``params`` only structure and shapes matter."""
     try:
         with jax.ensure_compile_time_eval():
             where = _differing(tx, jax.tree.map(_small, params))
     except Exception as error:
         raise ValueError(
             f"shard_state: the transformation failed on a small tree, {type(error).__name__}: {error}. It is tried "
-            "there before it gets slices. If it treats each element by itself, leave that out: "
-            "shard_state(tx, try_first=False)."
+            "there before it gets slices. If it is elementwise, use shard_state(tx, try_first=False)."
         ) from error
     if where is not None:
         raise ValueError(
@@ -264,10 +259,9 @@ def require_elementwise(tx: optax.GradientTransformationExtraArgs, params: Any) 
 
 
 def _differing(tx: Any, params: Any) -> str | None:
-    """Return where the update of a leaf's second half alone differs from that of the whole leaf; None if nowhere.
+    """Return the path where the update of a leaf's second half differs from that of the whole leaf; None if nowhere.
 
-    Some gradients are much larger, which clipping clips. At last one in a first half is not a number, which
-    optax.apply_if_finite looks for in all leaves.
+    To detect clipping, some gradients are much larger; to detect optax.apply_if_finite, one ends as NaN.
     """
     half = jax.tree.map(_second_half, params)
     states, moved = [tx.init(params), tx.init(half)], 0
@@ -294,7 +288,7 @@ def _differing(tx: Any, params: Any) -> str | None:
 
 
 def _small(leaf: Any) -> np.ndarray:
-    """Return numbers in a leaf of as many dimensions: the last two of a matrix may be large, others get small."""
+    """Return a small leaf of as many dimensions. The last two may be large, for factored moments."""
     sizes = jnp.shape(leaf)
     most = [3] * (len(sizes) - 2) + [SIDE, SIDE] if len(sizes) > 1 else [3]
     shape = tuple(map(min, sizes, most))

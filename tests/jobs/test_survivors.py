@@ -376,7 +376,7 @@ def test_what_does_not_go_on_without_a_rank_says_so(surviving_job):
         assert "worker3 (rank 3) is lost" in text, text
         print(me.name, jd.shutdown(timeout=20))
         """,
-    ).expect("worker0 []", "worker2 []", "averages inside jax.jit do not go on without a rank that dies")
+    ).expect("worker0 []", "worker2 []", "averages inside jax.jit do not survive the death of a rank")
 
 
 def test_ranks_that_have_died_keep_a_world_from_opening_and_are_named(surviving_job):

@@ -94,7 +94,7 @@ def test_a_mask_is_one_of_the_list_of_an_owners_values(world, mask):
     ref = references()[1]
     with pytest.raises(ValueError) as caught:
         jd.DistributedOptimizer(optax.masked(optax.sgd(0.1), {"w": True, "b": False}), [ref])
-    assert "gets the list of the values that are optimized here, 1 of them" in "".join(caught.value.__notes__)
+    assert "gets a list of the 1 values that are optimized here" in "".join(caught.value.__notes__)
     optimizer, value = jd.DistributedOptimizer(optax.masked(optax.sgd(0.1), mask), [ref]), ref.to_here()
     with jd.context() as ctx:
         gradient = jd.grad(lambda p: jd.rpc_sync(0, affine, args=(p, X)).sum())(ref).to_here()
