@@ -212,7 +212,6 @@ class Rules:
                 )
 
     def require_sparse_paths(self, tree: Any) -> None:
-        """Raise LeafError for a path in ``sparse`` that no parameter has."""
         paths = [leaf.path for leaf in describe(tree)] if self.sparse else []
         for path in sorted(set(self.sparse).difference(paths)):
             raise LeafError(
@@ -254,7 +253,6 @@ class Handling:
     _before: dict[int, Any] | None = dataclasses.field(default=None, init=False)
 
     def remember(self) -> None:
-        """Save the states before the first bucket is reduced."""
         self._before = dict(self.states)
 
     def put_back(self) -> None:

@@ -186,7 +186,6 @@ class Driver:
         return Reduction(self.reducer, self._thread, plan, self._handling(plan, Act.REDUCE))
 
     def abandon(self) -> None:
-        """Begin the next step and abandon it."""
         self.reducer.step += 1
         self._thread.submit(self.reducer.abandon, self.reducer.step, 0)
 

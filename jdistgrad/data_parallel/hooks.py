@@ -240,17 +240,14 @@ def int8(*, block: int = BLOCK) -> Hook:
     if block < 1:
         raise ValueError(f"int8: a block has at least one element, not {block!r}")
 
-    def init(bucket: Bucket) -> jax.Array:
-        return jnp.zeros(bucket.size, bucket.dtype)
-
     def apply(bucket: Bucket, error: jax.Array, collectives: Collectives) -> tuple[jax.Array, jax.Array]:
         if bucket.dtype.kind == "c":
-            return collectives.allreduce(divided(bucket.flat, bucket.divisor)), error
+            return _plain(bucket, error, collectives)
         small, scales, error = _quantize(divided(bucket.flat, bucket.divisor) + error, block)
         total = _total(collectives.gather_same(small), collectives.gather_same(scales), bucket.size)
         return total.astype(bucket.dtype), error
 
-    return Hook(init, apply, f"int8(block={block})")
+    return Hook(lambda bucket: jnp.zeros(bucket.size, bucket.dtype), apply, f"int8(block={block})")
 
 
 @functools.partial(jax.jit, static_argnums=1)

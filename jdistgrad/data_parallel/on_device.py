@@ -73,7 +73,6 @@ class OnDevice:
         return programs.find(inputs, ("devices", divided), make, None if divided else self._devices.span)
 
     def given(self, plan: BucketPlan, leaves: Sequence[Any], structure: Any, hook: Hook | None) -> PlannedStep:
-        """Return the average of given gradients as a program of its own."""
         key = plan.digest, structure, tuple(map(jax.typeof, leaves)), trace_context(), hook
         if key not in self._of_given:
             own = [at_home(leaf, self._devices.device) for leaf in leaves]
@@ -141,9 +140,8 @@ class OnDevice:
             self._reducer.meet(plan, handling, digest)
             return None
         with self._reducer.announcing(handling.step, 0):
-            for bucket in plan.buckets:
-                if bucket.index not in handling.states:
-                    handling.states[bucket.index] = _first_state(bucket, handling.hook)
+            first = {bucket.index: _first_state(bucket, handling.hook) for bucket in plan.buckets}
+            handling.states.update(first | handling.states)
             states, tree = jax.tree.flatten([handling.states[bucket.index] for bucket in plan.buckets])
             own = [at_home(leaf, self._devices.device) for leaf in leaves]
             shared = program.prepare([*own, *states])
@@ -171,11 +169,8 @@ def _on_several(leaf: Any) -> bool:
 
 def _first_faults(plan: BucketPlan, wrong: Sequence[jax.Array]) -> jax.Array:
     """Return for each bucket 0, or 1 plus the index of its first wrong gradient."""
-    found = [jnp.zeros((), jnp.int32)]
-    for bucket in plan.buckets:
-        flags = jnp.stack([wrong[slot.index] for slot in bucket.slots])
-        found.append(jnp.where(flags.any(), 1 + jnp.argmax(flags), 0).astype(jnp.int32))
-    return jnp.stack(found)[1:]
+    flags = [jnp.stack([jnp.zeros((), bool), *(wrong[slot.index] for slot in bucket.slots)]) for bucket in plan.buckets]
+    return jnp.array([jnp.argmax(one) for one in flags], jnp.int32)
 
 
 def _first_state(bucket: Bucket, hook: Hook | None) -> Any:

@@ -4,6 +4,7 @@ Each DataParallel has one communication thread, which reduces the buckets in one
 """
 
 import concurrent.futures
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +41,6 @@ class Overlapped:
             plan = agree(traced)
             groups = [[slot.index for slot in bucket.slots] for bucket in plan.buckets]
             segmented = Segmented(traced.closed, groups if overlap and groups else [plan.bucketed])
-
             results = traced.results  # not the trace, whose jaxpr and parameters would be kept
 
             def compute(inputs: Any, launch: Launch) -> Any:
@@ -52,11 +52,7 @@ class Overlapped:
 
     def given(self, plan: BucketPlan, leaves: Sequence[Any], structure: Any, hook: Hook | None) -> PlannedStep:
         """Return the average of given gradients as a step that computes nothing."""
-
-        def hand_over(leaves: Sequence[Any], launch: Launch) -> None:
-            launch([leaves[k] for k in plan.bucketed])
-
-        return PlannedStep(plan, structure, hand_over)
+        return PlannedStep(plan, structure, lambda leaves, launch: launch([leaves[k] for k in plan.bucketed]))
 
     def run(
         self, step: PlannedStep, inputs: Any, handling: Handling, then: Callable[[], Any] | None
@@ -200,9 +196,9 @@ class Reduction:
                 f"step {self.handling.step}: a rank has died, so no rank has this step's averages; the gradients are "
                 "overwritten. Repeat the step: the other ranks continue without that rank."
             )
-        for bucket, future in zip(self._plan.buckets, self._launched, strict=True):
-            for slot, averaged in zip(bucket.slots, future.result(), strict=True):
-                self._gradients[slot.index] = averaged
+        averages = itertools.chain.from_iterable(future.result() for future in self._launched)
+        for leaf, averaged in zip(self._plan.bucketed, averages, strict=True):
+            self._gradients[leaf] = averaged
         return self._gradients
 
     def _ended(self) -> bool:

@@ -199,8 +199,7 @@ class Reducer:
         Arguments:
           digests: of the parameters, which must be equal on all ranks; None: do not compare parameters.
         """
-        call = self._meet(self._roll(Act.AGREE, digest=terms.digest()), terms)
-        return self._share_plan(call, terms, order, digests)
+        return self._share_plan(self._meet(self._roll(Act.AGREE, digest=terms.digest()), terms), terms, order, digests)
 
     def _share_plan(
         self, call: RollCall, terms: Terms | None, order: Sequence[int] | None, digests: Sequence[bytes] | None = None
@@ -276,7 +275,6 @@ class Reducer:
         return Handling(self.step, self.rules.hook, self.states.setdefault(plan.digest, {}), act, self.joining)
 
     def require_finite(self, bucket: Bucket, faults: Sequence[int]) -> None:
-        """Raise NonFiniteError for the first fault in a bucket, given that of each rank."""
         for rank, fault in enumerate(faults):
             if fault:
                 slot = bucket.slots[fault - 1]
@@ -289,7 +287,6 @@ class Reducer:
 
     @whole
     def share_used(self, used: Sequence[bool]) -> np.ndarray:
-        """Return which parameters any active rank used."""
         self._meet(self._roll(Act.USED, len(used)))
         by_any = np.array(used, np.uint8)
         self.collectives.run("allreduce", by_any, "max")

@@ -135,11 +135,9 @@ class StepPrograms:
 
     def __init__(self, loss: Callable[..., Any], argnums: int | Sequence[int], *, has_aux: bool):
         self._loss, self._has_aux = loss, has_aux
-        self.argnums: int | tuple[int, ...]
-        if isinstance(argnums, Sequence):
-            self.argnums = tuple(map(operator.index, argnums))
-        else:
-            self.argnums = operator.index(argnums)
+        given: Any = argnums
+        several = isinstance(argnums, Sequence)
+        self.argnums: int | tuple[int, ...] = tuple(map(operator.index, given)) if several else operator.index(given)
         self._found: dict[Any, Any] = {}
         self.differentiated = jax.value_and_grad(loss, argnums, has_aux)
         self.local = jax.jit(self.differentiated)
@@ -253,7 +251,6 @@ def _assign(jaxpr: Any, groups: Sequence[Sequence[int]], rest: list[Any]) -> lis
 
 
 def _free(equations: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-    """Return the free variables of equations and outputs."""
     made = {var for equation in equations for var in equation.outvars}
     wanted = [var for equation in equations for var in equation.invars] + list(outputs)
     return list(dict.fromkeys(v for v in wanted if not isinstance(v, core.Literal) and v not in made))

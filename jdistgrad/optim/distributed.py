@@ -172,7 +172,6 @@ class DistributedOptimizer(Corrected):
             rref._home(what)
 
     def _parts(self, state: Any) -> list[owner.Saved]:
-        """Return each owner's part of a saved state."""
         if not isinstance(state, Mapping) or not {"values", "states"} <= set(state):
             raise ValueError("restore takes the result of state(), a dict with 'values' and 'states'")
         values, states, owned = state["values"], state["states"], state.get("owned") or self._spelled_numbers
@@ -189,7 +188,6 @@ class DistributedOptimizer(Corrected):
         return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, ((_, mine), one) in each]
 
     def _step_with(self, gradients: Any, extra: dict[str, Any]) -> None:
-        """Update every value with its RemoteGradient among these."""
         found = _by_reference(gradients)
         missing = [str(rref) for rref in self._rrefs if rref.id not in found]
         if missing:
@@ -245,7 +243,6 @@ def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:
 
 
 def _by_reference(gradients: Any) -> dict[int, list[RemoteGradient]]:
-    """Return the RemoteGradients in a tree, by the ids of their references."""
     found: dict[int, list[RemoteGradient]] = collections.defaultdict(list)
     for leaf in jax.tree.leaves(gradients, is_leaf=lambda leaf: isinstance(leaf, RemoteGradient)):
         if not isinstance(leaf, RemoteGradient):
@@ -264,7 +261,6 @@ def _by_reference(gradients: Any) -> dict[int, list[RemoteGradient]]:
 
 
 def _scope_of(gradients: Sequence[RemoteGradient]) -> Any:
-    """Return the scope of gradients that are used together."""
     scopes = {one.scope for one in gradients}
     if len(scopes) > 1:
         raise ContextError("optimizer.step: the gradients belong to several contexts. Step with those of one context.")

@@ -187,7 +187,6 @@ def _inspected(leaves: list[Any]) -> tuple[Any, Any]:
 
 @shown_as("an optimizer's step")
 def with_gradients(identifier: int, method: str, *args: Any) -> Any:
-    """Call a method of the parameters with their gradients in the current context."""
     owned = _known(identifier)
     return getattr(owned, method)(owned.gradients(), *args)
 
@@ -245,12 +244,11 @@ def require_finite(owners: Sequence[str], finite: Sequence[Any]) -> None:
 def difference(found: Any, known: Any) -> str | None:
     """Return the first difference in structure, shapes or dtypes, in words; None if there is none."""
 
-    def by_place(tree: Any) -> dict[str, Any]:
-        return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-
+    keystr, with_path = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
+    theirs, ours = ({keystr(path): leaf for path, leaf in with_path(tree)} for tree in (found, known))
     shown: list[Any] = [jax.tree.structure(tree) for tree in (found, known)]
     other = f"the structure is {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else None
-    return first_difference(by_place(found), by_place(known), _fits, _kind) or other
+    return first_difference(theirs, ours, _fits, _kind) or other
 
 
 def first_difference(

@@ -195,7 +195,6 @@ def _clipped(slices: Any, squares: Any, most: float) -> Any:
 
 
 def _averaged_slices(tree: Any, all_: Collectives, limits: Sequence[int]) -> Any:
-    """Return this rank's part of the average of each leaf over all ranks."""
     leaves, structure = jax.tree.flatten(tree)
     found = [jnp.asarray(leaf) for leaf in leaves]
     for chosen in plan_buckets(found, limits, large_alone=True):
@@ -213,7 +212,6 @@ def _rows(leaves: list[jax.Array], size: int) -> jax.Array:
 
 
 def _gathered(slices: Any, like: Any, all_: Collectives, limits: Sequence[int]) -> Any:
-    """Gather the parts of all ranks into whole leaves."""
     parts, structure = jax.tree.flatten(slices)
     whole, shapes = list(parts), [jnp.shape(leaf) for leaf in jax.tree.leaves(like)]
     for chosen in plan_buckets(parts, [max(1, limit // all_.size) for limit in limits], large_alone=True):
@@ -298,10 +296,8 @@ def _small(leaf: Any) -> np.ndarray:
 
 def _gradients(params: Any, step: int, *, scale: float, with_nan: bool) -> Any:
     leaves, structure = jax.tree.flatten(params)
-    found = [
-        (scale * np.sin(1.7 * np.arange(leaf.size) + step + k)).reshape(leaf.shape).astype(leaf.dtype)
-        for k, leaf in enumerate(leaves)
-    ]
+    waves = [scale * np.sin(1.7 * np.arange(leaf.size) + step + k) for k, leaf in enumerate(leaves)]
+    found = [wave.reshape(leaf.shape).astype(leaf.dtype) for wave, leaf in zip(waves, leaves, strict=True)]
     largest = max(found, key=np.size, default=np.zeros(0, int))
     if with_nan and largest.dtype == np.float32:
         largest.reshape(-1)[0] = np.nan

@@ -85,7 +85,7 @@ def test_the_first_bucket_is_small_only_while_the_cap_is_left_alone():
 
 
 def test_bad_limits_and_orders_are_refused():
-    with pytest.raises(ValueError, match=r"limits are numbers of bytes above zero.*\[0\]"):
+    with pytest.raises(ValueError, match=r"limits must be one or more positive numbers.*\[0\]"):
         plan_buckets([leaf(4)], [0])
     with pytest.raises(ValueError, match="each of the 3 leaves once"):
         plan_buckets([leaf(4)] * 3, [10], order=[0, 1, 1])

@@ -347,7 +347,7 @@ def test_what_does_not_go_on_without_a_rank_says_so(surviving_job):
             die()
         reduction.ready(0, jnp.ones(3))
         text = lost_error(reduction.finish)
-        assert "Begin the step again" in text, text
+        assert "Repeat the step" in text, text
         reduction = dp.reduction(like)
         reduction.ready(0, jnp.ones(3) * me.rank)
         reduction.ready(1, jnp.ones((2, 2)))
