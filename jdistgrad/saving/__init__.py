@@ -1,4 +1,1 @@
-"""Checkpoints of whole jobs: leaves and files, who saves together, what each of them does, save and restore.
-
-Read ``checkpoints`` last: it puts the others together.
-"""
+"""Checkpoints of whole jobs: leaves and files, what each worker does, who saves together, save and restore."""

@@ -1,8 +1,8 @@
 """``save`` and ``restore``: the checkpoint of a whole job.
 
-To save, every worker writes its parts, then the leader gives the checkpoint its name. Leaves that all callers have
-alike are the leader's part; leaves that each has for itself, a part of each. A reference's value is a part, and what an
-owner keeps of an optimizer.
+To save, every worker writes its parts, then the leader gives the checkpoint its name. The leader's part has the leaves
+that are the same on all callers; each caller's part, its own leaves. A reference's value is a part of its owner, and so
+are an owner's values and state of an optimizer.
 """
 
 import operator
@@ -19,7 +19,7 @@ from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files
 from jdistgrad.saving.callers import Job, ask_each, together
 from jdistgrad.saving.marks import replaced
-from jdistgrad.saving.owners import by_owner, prepare, write
+from jdistgrad.saving.owners import by_owner, held_parts, prepare, write
 from jdistgrad.saving.reading import Reader, held_leaves, predecessors
 
 AnyPath = str | os.PathLike[str]
@@ -38,29 +38,28 @@ def save(
     keep: float = 3,
     workers: Sequence[int] | None = None,
 ) -> None:
-    """Write a checkpoint of the whole job: ``path/step``, which appears there when it is complete.
+    """Write a checkpoint of the whole job, ``path/step``, which appears there when it is complete.
 
-    Every worker calls it that has not called ``shutdown``: all ranks of a program in which all do the same, the driver
-    alone where the others serve. They wait for each other. Values of references and states of optimizers are written by
-    their owners, all else by the first of the callers, for all of them; mark what each has for itself: ``per_worker``,
-    ``sharded``. The path is on a disk that all workers see, and belongs to one job at a time.
+    All workers that have not called ``shutdown`` must call it: all ranks of an SPMD program, or the driver alone where
+    the others serve. They wait for each other. Owners write the values of references and the states of optimizers; the
+    first caller writes all other leaves, for all callers. Mark trees that differ between callers: ``per_worker``,
+    ``sharded``. The path must be on a disk that all workers see, and belongs to one job at a time.
 
     Arguments:
       path: the folder of the job's checkpoints.
       step: the number of steps that have been made.
       trees: any tree of arrays, random keys, numbers, strings, references, remote modules and marks.
-      optimizers: any tree of ``DistributedOptimizer``. It need not be in ``trees`` what they optimize.
-      keep: how many steps' checkpoints to keep, those saved last, whatever their steps; the others are removed.
-        ``math.inf``: all steps'.
-      workers: the ranks of the workers that save together, if they are not those that have not called ``shutdown``.
+      optimizers: any tree of ``DistributedOptimizer``. Their parameters need not be in ``trees``.
+      keep: how many steps to keep: those saved last, whatever their numbers. ``math.inf`` keeps all.
+      workers: the ranks of the callers; default all workers that have not called ``shutdown``.
 
     Raises:
       CheckpointError: a worker could not write its part; on every worker that called. The last complete checkpoint is
         still there, and will be restored.
       DisagreementError: the callers have different trees.
       MissingRanksError: a worker did not come to save within five minutes.
-      WorkerLostError: a worker died or stands still. In a job that survives, those that are lost before all have come
-        are left out.
+      WorkerLostError: a worker died or hangs. In a job that survives, workers that are lost before all have come are
+        left out.
 
     Example:
       >>> step, params = jd.restore(folder, params, optimizer)    # 0 and the given ones if there is no checkpoint
@@ -79,42 +78,55 @@ def save(
         raise ValueError(f"save: keep must be a number of checkpoints, 1 or more, or math.inf for all, not {keep!r}")
     folder = _folder("save", path)
     with together(f"save({str(path)!r}, {number})", folder, trees, optimizers, workers) as job:
-        job.lead(lambda: _write(job, folder, number, keep))
+        _write(job, folder, number, keep)
 
 
 def _write(job: Job, path: pathlib.Path, step: int, keep: float) -> None:
     """Write a checkpoint. If that fails anywhere, nothing of it is left."""
-    files.orbax()
-    folder = files.begin(path, step)
-    try:
-        manifest = {"format": FORMAT, "step": step, "places": job.plan.result().places, "workers": job.callers}
-        files.publish(folder, step, {**manifest, "size": current_worker().size, "parts": _written(job, folder, step)})
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
-    files.remove_all_but(path, keep)
-
-
-def _written(job: Job, folder: pathlib.Path, step: int) -> dict[str, Any]:
-    """Let all workers write; return the entries of their parts."""
-    of_all = [(caller, work) for caller, one in job.plans.items() for work in one.works]
-    asked = by_owner((work.part(caller), work) for caller, work in of_all if work.own or caller == job.callers[0])
-    folders = {rank: folder / f"rank{rank}" for rank in job.numbers | asked}
-    arguments = {
-        rank: (str(there), asked.get(rank, []), job.numbers.get(rank), job.callers) for rank, there in folders.items()
-    }
-    before = files.complete(folder.parent)
+    before = files.complete(path)
     left = f"The checkpoint of step {before[-1][0]} is still complete." if before else "There is no other checkpoint."
-    written = ask_each(write, arguments, "save", f"write its part of step {step} in {folder.parent}", left)
-    parts: dict[str, Any] = {}
-    for rank, entries in written.items():
-        has_files = any("at" in leaf for entry in entries.values() for leaf in entry["leaves"].values())
-        if has_files and not folders[rank].is_dir():  # each machine has a disk of its own under this path
-            worker, here = current_worker().directory.workers[rank], current_worker().info
-            text = f"save: {worker} has written {folders[rank]}, but {here} does not see it. "
-            raise CheckpointError(f"{text}Save on a disk that all workers see.")
-        parts |= entries
-    return parts
+    folder = pathlib.Path(job.lead(lambda: str(files.begin(path, step))))
+    try:
+        written = job.agree_all(lambda: _written(job, folder, f"write its part of step {step} in {path}", left))
+        parts = {name: entry for entries in written for name, entry in entries.items()}
+        job.lead(lambda: _publish(job, folder, step, parts))
+    except BaseException:
+        if job.leads:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    job.lead(lambda: files.remove_all_but(path, keep))
+
+
+def _written(job: Job, folder: pathlib.Path, do: str, left: str) -> dict[str, Any]:
+    """Write this caller's parts; let owners that do not call write, if it leads. Return the parts' entries."""
+    files.orbax()
+    me = current_worker()
+    of_all = ((caller, work) for caller, works in job.works.items() for work in works)
+    asked = by_owner((work.part(caller), work) for caller, work in of_all if work.own or caller == job.callers[0])
+    mine = asked.get(me.rank, [])
+    others: dict[int, Args] = {
+        rank: (str(folder / f"rank{rank}"), parts, {})
+        for rank, parts in asked.items()
+        if job.leads and rank not in job.callers
+    }
+
+    def own() -> dict[str, Any]:
+        return write(str(folder / f"rank{me.rank}"), mine, held_parts(job.leaves, job.callers))
+
+    written = ask_each(write, others, "save", do, left, own=own)
+    return {name: entry for entries in written.values() for name, entry in entries.items()}
+
+
+def _publish(job: Job, folder: pathlib.Path, step: int, parts: dict[str, Any]) -> None:
+    for entry in parts.values():
+        has_files = any("at" in leaf for leaf in entry["leaves"].values())
+        if has_files and not (folder / entry["folder"]).is_dir():  # each machine has a disk of its own under this path
+            raise CheckpointError(
+                f"save: {folder / entry['folder']} was written, but {current_worker().info} does not see it. Save on a "
+                "disk that all workers see."
+            )
+    manifest = {"format": FORMAT, "step": step, "places": job.places, "workers": job.callers, "parts": parts}
+    files.publish(folder, step, {**manifest, "size": current_worker().size})
 
 
 def restore(
@@ -125,15 +137,15 @@ def restore(
     step: int | None = None,
     workers: Sequence[int] | None = None,
 ) -> tuple[int, Any]:
-    """Restore the checkpoint that was saved last: return its step, and the trees with the values that were saved.
+    """Restore the checkpoint that was saved last: return its step, and the trees with the saved values.
 
     The callers are those of ``save``, with trees and optimizers of the same structure, as freshly initialized. The job
-    may have another number of workers, and references other owners: what belongs together is found by its place in the
-    trees. Values of references and states of optimizers are put back on their owners; the references stay. Marks are
-    left out of the returned trees.
+    may have another number of workers, and references other owners: leaves are found by their path in the trees. Values
+    of references and states of optimizers are put back on their owners; the references stay. The returned trees have no
+    marks.
 
-    If there is no checkpoint, the step is 0, and the trees and optimizers are left as they are, so that one program
-    both starts and resumes.
+    If there is no checkpoint, the step is 0, and trees and optimizers stay as they are: the same program both starts
+    and resumes.
 
     Arguments:
       path, trees, optimizers, workers: as for ``save``.
@@ -153,10 +165,10 @@ def restore(
     with together(f"restore({str(path)!r}{asked})", folder, trees, optimizers, workers) as job:
         chosen = job.lead(lambda: _chosen(folder, number))
         if chosen is None:
-            return 0, replaced(trees, iter([leaf.given for leaf in job.plan.result().in_trees]))
+            return 0, replaced(trees, iter([leaf.given for leaf in job.in_trees]))
         saved, found, prepared = job.agree(lambda: _read(job, chosen, whole=optimizers is not None))
-        left = "Others may have put back theirs: restore again before you go on."
-        job.lead(lambda: ask_each(operator.call, prepared, "restore", "put back its part", left))
+        left = "Other workers may have put back theirs: call restore again before you go on."
+        job.lead(lambda: ask_each(operator.call, prepared, "restore", "put back its part", left) and None)
         return saved, replaced(trees, iter(found))
 
 
@@ -196,17 +208,19 @@ def _read(job: Job, folder: str, *, whole: bool) -> tuple[int, list[Any], dict[i
 
     All of it is compared before any is put back.
     """
-    reader, plan, what = Reader(folder), job.plan.result(), f"restore of {folder}"
-    ours = set(plan.places)
+    reader, what = Reader(folder), f"restore of {folder}"
+    places = set(job.places)
     for place in reader.manifest["places"]:  # optimizers may be left out altogether
-        if place not in ours and (whole or place.startswith("trees")):
+        if place not in places and (whole or place.startswith("trees")):
             raise CheckpointError(f"{what}: {place} was saved, but is not asked for. Give trees of the same structure.")
     of_callers = predecessors(job.callers, current_worker().size, reader.manifest)
-    of_all = [(of_callers[caller], work) for caller, one in job.plans.items() for work in one.works]
-    asked = by_owner((work.part(was), work) for was, work in of_all if not (work.own and was is None))
-    arguments = {owner: (folder, parts) for owner, parts in asked.items()}
-    left = "Nothing was restored on any worker."
-    prepared = ask_each(prepare, arguments, what, "prepare its part", left, stays=True)
-    held = held_leaves(reader, plan.leaves, of_callers)
-    found = [held.get(leaf.place, leaf.given) for leaf in plan.in_trees]
-    return int(reader.manifest["step"]), found, {owner: (one,) for owner, one in prepared.items()}
+    prepared: dict[int, Args] = {}
+    if job.leads:
+        of_all = ((of_callers[caller], work) for caller, works in job.works.items() for work in works)
+        asked = by_owner((work.part(was), work) for was, work in of_all if not (work.own and was is None))
+        arguments = {owner: (folder, parts) for owner, parts in asked.items()}
+        left = "Nothing was restored on any worker."
+        ready = ask_each(prepare, arguments, what, "prepare its part", left, stays=True)
+        prepared = {owner: (one,) for owner, one in ready.items()}
+    held = held_leaves(reader, job.leaves, of_callers)
+    return int(reader.manifest["step"]), [held.get(leaf.place, leaf.given) for leaf in job.in_trees], prepared

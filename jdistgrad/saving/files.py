@@ -5,9 +5,9 @@ the first was removed. Their manifests number them in the order in which they we
 since a job may go back to an earlier step. Names that begin with a point are of checkpoints that are being written or
 removed.
 
-Arrays are in files of orbax. Each worker writes and reads alone: orbax must not wait for other processes. Among several
-processes of ``jax.distributed``, orbax (0.12) writes arrays that belong to one process from process 0 only. There,
-other workers send theirs to worker 0.
+Arrays are in files of orbax. Each worker writes and reads alone: orbax must not wait for other processes. In a job of
+``jax.distributed``, orbax (0.12) writes arrays that belong to one process from process 0 only: there, other workers
+send theirs to worker 0.
 """
 
 import contextlib
@@ -31,12 +31,10 @@ from jdistgrad.rpc import api
 
 MANIFEST = "manifest.json"
 
-COMPLETE = re.compile(r"(\d+)(?:-(\d+))?")
+COMPLETE = re.compile(r"(\d+)(?:-\d+)?")
 WRITING, REMOVING = ".saving-", ".removing-"
 
 SYSTEM_ERROR = re.compile(r"os_error_code='(\d+)'")  # in the text of tensorstore's errors, such as that of a full disk
-
-WRITER = 0  # the worker that is process 0 of jax.distributed
 
 Arrays = dict[str, np.ndarray]
 Folder = pathlib.Path
@@ -52,13 +50,12 @@ def complete(path: Folder) -> list[tuple[int, Folder]]:
     for one in there:
         if match := COMPLETE.fullmatch(one.name):
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # incomplete, or just being removed
-                turn = read_manifest(one).get("turn", 0)  # 0: from before there were numbers
-                found.append((int(turn), int(match[1]), int(match[2] or 0), one))
-    return [(step, one) for _, step, _, one in sorted(found)]
+                found.append((read_manifest(one)["turn"], int(match[1]), one))
+    return [(step, one) for _, step, one in sorted(found)]
 
 
 def begin(path: Folder, step: int) -> Folder:
-    """Make the folder in which a checkpoint is written. What broken attempts have left behind is removed first."""
+    """Make the folder in which a checkpoint is written. Remove those of attempts that failed."""
     path.mkdir(parents=True, exist_ok=True)
     for left in [one for one in path.iterdir() if one.name.startswith((WRITING, REMOVING))]:
         shutil.rmtree(left, ignore_errors=True)
@@ -70,7 +67,7 @@ def begin(path: Folder, step: int) -> Folder:
 def publish(folder: Folder, step: int, manifest: dict[str, Any]) -> None:
     """Write the manifest and give the folder its name: from here on the checkpoint is complete, and the last one."""
     path = folder.parent
-    turn = 1 + max((int(read_manifest(last).get("turn", 0)) for _, last in complete(path)[-1:]), default=0)
+    turn = 1 + max((read_manifest(last)["turn"] for _, last in complete(path)[-1:]), default=0)
     (folder / MANIFEST).write_text(json.dumps({**manifest, "turn": turn}))
     synchronize(folder / MANIFEST)
     synchronize(folder)
@@ -126,8 +123,8 @@ def write(folder: str, arrays: Arrays) -> None:
     """Write arrays into a new folder; return when they are on the disk."""
     if not arrays:
         return
-    if jax.process_index() != 0:
-        api.rpc_sync(WRITER, write, (folder, arrays), timeout=math.inf)
+    if jax.process_index() != 0:  # worker 0 is process 0
+        api.rpc_sync(0, write, (folder, arrays), timeout=math.inf)
         return
     ocp, log = orbax(), logging.getLogger("absl")
 

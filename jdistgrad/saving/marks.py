@@ -22,20 +22,40 @@ from jdistgrad.rpc.rref import RRef
 
 
 @dataclasses.dataclass(frozen=True)
-class PerWorker:
-    """A tree of which each worker has its own."""
+class per_worker:  # noqa: N801 used like a function
+    """Mark a tree of which each worker has its own, for ``save`` and ``restore``: random keys, a position in the data.
+
+    On another number of workers, each gets the tree that the worker of its number had; a worker that has none there
+    keeps the one that it gives.
+
+    Example:
+      >>> jd.save(folder, 100, (params, jd.per_worker(dropout_key)))
+    """
 
     tree: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Sharded:
-    """An optimizer state of which each worker has its slices."""
+class sharded:  # noqa: N801 used like a function
+    """Mark an optimizer state of ``shard_state``, for ``save`` and ``restore``: each worker saves its slices.
+
+    Another number of workers gets slices of another size.
+
+    Arguments:
+      tx: the optimizer that was given to ``shard_state``.
+      state: this worker's part.
+      params: the parameters.
+      collectives: those that were given to ``shard_state``; default all workers that save together.
+
+    Example:
+      >>> state = jd.shard_state(optax.adam(1e-3)).init(params)
+      >>> jd.save(folder, 100, (params, jd.sharded(optax.adam(1e-3), state, params)))
+    """
 
     tx: optax.GradientTransformation
     state: Any
     params: Any
-    collectives: Collectives | None
+    collectives: Collectives | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +87,7 @@ class Slice:
         return mine
 
 
-WHOLE = RRef, RemoteGradient, DistributedOptimizer, PerWorker, Sharded, Slice
+WHOLE = RRef, RemoteGradient, DistributedOptimizer, per_worker, sharded, Slice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,42 +109,12 @@ class PlacedLeaf:
         return self.value.part if isinstance(self.value, Slice) else self.value
 
 
-def per_worker(tree: Any) -> Any:
-    """Mark a tree of which each worker has its own, for ``save`` and ``restore``: random keys, a position in the data.
-
-    On another number of workers, each gets the tree that the worker of its number had; a worker that has none there
-    keeps the one that it gives.
-
-    Example:
-      >>> jd.save(folder, 100, (params, jd.per_worker(dropout_key)))
-    """
-    return PerWorker(tree)
-
-
-def sharded(tx: optax.GradientTransformation, state: Any, params: Any, collectives: Collectives | None = None) -> Any:
-    """Mark an optimizer state of ``shard_state``, for ``save`` and ``restore``: each worker saves its slices.
-
-    On another number of workers the slices are cut anew.
-
-    Arguments:
-      tx: the optimizer that was given to ``shard_state``.
-      state: this worker's part.
-      params: the parameters.
-      collectives: those that were given to ``shard_state``; default all workers that save together.
-
-    Example:
-      >>> state = jd.shard_state(optax.adam(1e-3)).init(params)
-      >>> jd.save(folder, 100, (params, jd.sharded(optax.adam(1e-3), state, params)))
-    """
-    return Sharded(tx, state, params, collectives)
-
-
 def leaves_of(tree: Any, place: str, *, own: bool = False) -> Iterator[PlacedLeaf]:
     """Yield the leaves of a tree, below a place, with what the marks contain."""
     for path, value in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, WHOLE))[0]:
         where = place + jax.tree_util.keystr(path)
-        if isinstance(value, PerWorker | Sharded):
-            yield from leaves_of(_content(value), where, own=own or isinstance(value, PerWorker))
+        if isinstance(value, per_worker | sharded):
+            yield from leaves_of(_content(value), where, own=own or isinstance(value, per_worker))
         else:
             yield PlacedLeaf(where, value, own or isinstance(value, Slice))
 
@@ -133,16 +123,16 @@ def replaced(tree: Any, found: Iterator[Any]) -> Any:
     """Return the tree without marks, and with other leaves, in the order of ``leaves_of``."""
 
     def change(node: Any) -> Any:
-        if isinstance(node, PerWorker | Sharded):
+        if isinstance(node, per_worker | sharded):
             return replaced(_content(node), found)
         return None if node is None else next(found)
 
     return trees.map_leaves(change, tree)
 
 
-def _content(mark: PerWorker | Sharded) -> Any:
+def _content(mark: per_worker | sharded) -> Any:
     """Return what a mark marks, with a ``Slice`` in place of each array that is divided."""
-    if isinstance(mark, PerWorker):
+    if isinstance(mark, per_worker):
         return mark.tree
     ours, rank, count, group = mark.collectives, 0, 0, None
     if ours is not None:

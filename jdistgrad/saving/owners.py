@@ -1,13 +1,12 @@
-"""What workers do for a checkpoint when they are asked: tell what they have, write their parts, and prepare others.
+"""What the workers of a job do for a checkpoint: write their parts, or read others and put them back.
 
 A part is a dict of leaves by place. The manifest says in which folder each part is, and describes its leaves.
 """
 
-import contextlib
 import functools
 import pathlib
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,11 +16,10 @@ from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
 from jdistgrad.optim.owner import OwnedParameters, Value
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.futures import CallFuture, done_future
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, saved_leaves
-from jdistgrad.saving.marks import PlacedLeaf, Slice, leaves_of, require_different
+from jdistgrad.saving.marks import PlacedLeaf, Slice, require_different
 from jdistgrad.saving.reading import SHARED, Reader, own_part
 from jdistgrad.saving.saved_leaves import Description
 from jdistgrad.wire.interrupts import wait_for_first
@@ -29,7 +27,6 @@ from jdistgrad.wire.message import spell
 
 Part = dict[str, Any]
 
-PLANS = "plans of checkpoints"
 Label = types.SimpleNamespace  # of a leaf of a state: the number of its value, and its path in it
 UNDIVIDED = "state[of "  # begins the names of a state of which optax cannot tell what belongs to which value
 
@@ -38,14 +35,14 @@ UNDIVIDED = "state[of "  # begins the names of a state of which optax cannot tel
 
 
 class Work(NamedTuple):
-    """What one owner keeps for a leaf of a caller's: a reference's value, or its share of an optimizer.
+    """What one owner keeps for a caller's leaf: the value of a reference, or a share of an optimizer.
 
     Attributes:
-      place: that of the leaf.
+      place: the leaf's.
       own: whether each caller has its own.
-      identifier: of the value, or of the share.
-      share: its number; None for a value.
-      numbers: those of the optimizer's values that are in the share.
+      identifier: of the value or the share.
+      share: the number of the share; None for a value.
+      numbers: the numbers of the optimizer's values in the share.
     """
 
     owner: int
@@ -64,31 +61,7 @@ class Work(NamedTuple):
 Asked = list[tuple[str, Work]]  # of one owner: parts, and what they are
 
 
-class Plan(NamedTuple):
-    """What a caller saves, or restores.
-
-    Attributes:
-      places: those of its leaves.
-      works: what owners do.
-      in_trees, leaves: the leaves of the trees; and those of the optimizers too. The leader does not get them.
-    """
-
-    places: list[str]
-    works: list[Work]
-    in_trees: list[PlacedLeaf]
-    leaves: list[PlacedLeaf]
-
-    @classmethod
-    def of(cls, trees: Any, optimizers: Any) -> "Plan":
-        in_trees = list(leaves_of(trees, "trees"))
-        leaves = [*in_trees, *leaves_of(optimizers, "optimizers")]
-        require_different(leaf.place for leaf in leaves)
-        return cls(
-            [leaf.place for leaf in leaves], [work for leaf in leaves for work in _works(leaf)], in_trees, leaves
-        )
-
-
-def _works(leaf: PlacedLeaf) -> Iterator[Work]:
+def works_of(leaf: PlacedLeaf) -> Iterator[Work]:
     """Yield what owners do for a leaf. Raises StaleReferenceError for one of another world, which may have its ids."""
     if isinstance(leaf.value, RRef):
         leaf.value._home(leaf.place)
@@ -105,30 +78,6 @@ def by_owner(parts: Iterable[tuple[str, Work]]) -> dict[int, Asked]:
     for part, work in dict.fromkeys(parts):
         found.setdefault(work.owner, []).append((part, work))
     return found
-
-
-@contextlib.contextmanager
-def planned(number: int, trees: Any, optimizers: Any) -> Iterator[CallFuture[Plan]]:
-    """Keep the plan of a call, or why there is none, for the leader, as long as the block lasts."""
-    kept = current_worker().kept.setdefault(PLANS, {})
-    kept[number] = done_future(lambda: Plan.of(trees, optimizers))
-    try:
-        yield kept[number]
-    finally:
-        del kept[number]
-
-
-def _plan(number: int) -> Plan:
-    me = current_worker()
-    plan: CallFuture[Plan] | None = me.kept[PLANS].get(number)
-    if plan is None:
-        raise CheckpointError(f"{me.info} has left save or restore before it was done. Call it again on every worker.")
-    return plan.result()
-
-
-def outline(number: int) -> Plan:
-    """Return a plan for the leader."""
-    return _plan(number)._replace(in_trees=[], leaves=[])
 
 
 # What an owner has.
@@ -221,16 +170,17 @@ def _names_in(
 # Writing.
 
 
-def write(folder: str, asked: Asked, number: int | None, callers: Sequence[int]) -> dict[str, Any]:
-    """Write parts into a folder of this worker's; return the parts' entries in the manifest.
+def write(folder: str, asked: Asked, held: Mapping[str, Part]) -> dict[str, Any]:
+    """Write parts into a new folder; return the parts' entries in the manifest.
 
     Arguments:
-      number: that of this worker's call, if it is one of the callers: then it writes the parts that it holds too.
+      asked: the parts that this worker owns.
+      held: those that it holds as a caller.
     """
     arrays: files.Arrays = {}
     entries: dict[str, Any] = {}
-    held: list[Any] = [] if number is None else [(name, "", part, {}) for name, part in _held(number, callers).items()]
-    for name, inside, part, more in [*((name, name, *_taken(work)) for name, work in asked), *held]:
+    owned = [(name, name, *_taken(work)) for name, work in asked]
+    for name, inside, part, more in [*owned, *((name, "", part, {}) for name, part in held.items())]:
         described = {place: _described(leaf, f"save: {inside}{place}", arrays) for place, leaf in part.items()}
         entries[name] = {"folder": pathlib.Path(folder).name, "leaves": described, **more}
     files.write(folder, arrays)
@@ -247,12 +197,12 @@ def _taken(work: Work) -> tuple[Part, dict[str, Any]]:
     return found, {"numbers": list(work.numbers), "of_number": of_number}
 
 
-def _held(number: int, callers: Sequence[int]) -> dict[str, Part]:
+def held_parts(leaves: Iterable[PlacedLeaf], callers: Sequence[int]) -> dict[str, Part]:
     """Return the parts that a caller holds: leaves of its trees, its own and, from the first caller, all callers'."""
     rank = current_worker().rank
     own: Part = {}
     shared: Part = {}
-    for leaf in _plan(number).leaves:
+    for leaf in leaves:
         if isinstance(leaf.value, Slice):
             missing = sorted(set(leaf.value.group or ()) - set(callers))
             if missing:

@@ -16,7 +16,7 @@ from jdistgrad.saving.saved_leaves import Description
 
 SHARED = "shared"
 
-Predecessors = Mapping[int, int | None]  # by caller: the rank of the worker whose own it gets; None for a new one
+Predecessors = Mapping[int, int | None]  # by caller: see predecessors()
 
 
 def own_part(rank: int) -> str:
@@ -71,13 +71,13 @@ class Reader:
 
 
 def predecessors(callers: Sequence[int], size: int, manifest: Mapping[str, Any]) -> dict[int, int | None]:
-    """Return the rank of the worker whose own each caller gets; None for a new one.
+    """Return, for each caller, the rank that saved what the caller restores; None for a new one.
 
-    It is the worker of its number, except where the callers are the same but for some that are lost, now or then, in a
-    world of the same size.
+    Callers correspond by their order. In a world of the same size in which callers were lost, before or since, they
+    correspond by rank.
     """
     before: list[int] = manifest["workers"]
-    if size == manifest.get("size") and (set(callers) <= set(before) or set(before) <= set(callers)):
+    if size == manifest["size"] and (set(callers) <= set(before) or set(before) <= set(callers)):
         return {rank: rank if rank in before else None for rank in callers}
     return {rank: before[number] if number < len(before) else None for number, rank in enumerate(callers)}
 
@@ -98,7 +98,7 @@ def held_leaves(reader: Reader, leaves: Sequence[PlacedLeaf], of_callers: Predec
 
 
 def _slice(reader: Reader, place: str, ours: Slice, of_callers: Predecessors) -> Any:
-    """Return this worker's slice of an array, cut anew from the slices that were saved."""
+    """Return this worker's slice of an array, cut from the slices that were saved."""
     by_rank = {one["slice"]["rank"]: one for one in _slices_of_group(reader, place, ours, of_callers)}
     expected = saved_leaves.described(ours.part, place)
     one = next(iter(by_rank.values()), None)

@@ -624,7 +624,7 @@ def test_the_fault_of_one_rank_is_the_error_of_all(tmp_path):
 
     jd.spawn(main, 3)
     assert sum("trees is a Odd, which cannot be saved" in one for one in said) == 3
-    assert sum(one.startswith("worker1 (rank 1): ") for one in said) == 3
+    assert sum(one.startswith("worker1 (rank 1): ") for one in said) == 2  # the others
     assert sum("have different trees" in one for one in said) == 3
     assert not list(tmp_path.iterdir())
 
@@ -645,17 +645,14 @@ def test_ranks_that_ask_for_other_steps_are_told(tmp_path):
 
 
 def test_one_of_three_that_do_three_things_writes_no_checkpoint_alone(tmp_path):
-    said, others_are_told = [], threading.Barrier(3, timeout=60)
+    said = []
 
     def main():
         me = jd.init()
-        if me.rank == 2:
-            others_are_told.wait()
+        nap(0.4 * (me.rank == 2))
         with pytest.raises(jd.DisagreementError) as raised:
             jd.save(tmp_path, me.rank)
         said.append(str(raised.value))
-        if me.rank != 2:
-            others_are_told.wait()
         jd.shutdown()
 
     jd.spawn(main, 3)

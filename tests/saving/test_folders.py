@@ -1,7 +1,5 @@
 """The folders of checkpoints: their names, their order, which are kept."""
 
-import json
-
 import pytest
 
 import jdistgrad as jd
@@ -36,14 +34,6 @@ def test_a_new_run_among_later_steps_keeps_what_it_saved(tmp_path):
     assert there(tmp_path) == [(2000, "old"), (3000, "old"), (100, "new")]
     save(tmp_path, 200, "new", keep=2)
     assert there(tmp_path) == [(100, "new"), (200, "new")]
-
-
-def test_checkpoints_without_a_number_are_the_oldest(tmp_path):
-    for step in (9, 30):
-        save(tmp_path, step, "unnumbered")
-        (tmp_path / str(step) / files.MANIFEST).write_text(json.dumps({"step": step}))
-    save(tmp_path, 5, "numbered")
-    assert there(tmp_path) == [(9, "unnumbered"), (30, "unnumbered"), (5, "numbered")]
 
 
 def test_a_damaged_manifest_is_named(tmp_path):

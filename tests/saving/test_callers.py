@@ -1,4 +1,4 @@
-"""The meetings of those that save together: what ends them."""
+"""How the workers that save together find each other, and what ends their waits."""
 
 import contextvars
 import itertools
@@ -12,8 +12,7 @@ import jdistgrad as jd
 from jdistgrad.rpc.futures import CallFuture
 from jdistgrad.rpc.waits import waits_of
 from jdistgrad.rpc.worker import current_worker
-from jdistgrad.saving import desk as desks
-from jdistgrad.saving.desk import Desk
+from jdistgrad.saving import callers
 from jdistgrad.threads import frames
 from jdistgrad.wire.polling import poll
 
@@ -24,7 +23,7 @@ calls = itertools.count()
 
 
 def meet(what, workers=None):
-    return desks.meet(what, next(calls), workers)
+    return callers.meet(what, next(calls), workers)
 
 
 def stack_of(thread):
@@ -41,14 +40,14 @@ def test_a_meeting_ends_with_its_world():
             assert waits.wait(60)
             raise RuntimeError("boom")
         waits.set()
-        meet("a meeting", [0, 1, 2])
+        meet("a meeting", (0, 1, 2))
 
     with pytest.raises(RuntimeError, match="boom"):
         jd.spawn(main, 3)
     left = [one for one in set(threading.enumerate()) - before if "worker" in one.name]
     for thread in left:
         thread.join(2)  # those that have nothing to do stay for later worlds
-        assert "hold" not in stack_of(thread)
+        assert "_wait_for_others" not in stack_of(thread)
 
 
 def test_one_that_has_shut_down_is_not_awaited():
@@ -59,7 +58,7 @@ def test_one_that_has_shut_down_is_not_awaited():
         said = ""
         if me.rank != 1:
             try:
-                meet("a meeting", [0, 1, 2])
+                meet("a meeting", (0, 1, 2))
             except jd.MissingRanksError as error:
                 said = str(error)
             both_were_told.wait()
@@ -87,7 +86,7 @@ def test_what_a_worker_waits_for_names_the_meeting():
 
 
 def come_to_a_meeting():
-    return sorted(meet("a meeting", [1, 2]))
+    return sorted(meet("a meeting", (1, 2)))
 
 
 def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later():
@@ -102,53 +101,6 @@ def test_workers_that_are_called_to_a_meeting_wait_for_one_that_is_called_later(
         return said
 
     assert jd.spawn(main, 3)[0] == [[1, 2]] * 2
-
-
-@pytest.fixture
-def desk():
-    with jd.local_workers(3):
-        yield Desk()
-
-
-def come(desk, rank, what, workers=None, met=()):
-    return desk.arrive(what, rank, next(calls), workers, dict(met))
-
-
-def disagreeing(desk):
-    """Let a disagreement be found between workers 0 and 2; worker 1 has not come."""
-    party, _ = come(desk, 0, "one thing")
-    told = r"\[2\] are in another thing, worker 0 in one thing"
-    other, _ = come(desk, 2, "another thing")
-    for each in (party, other):
-        desk.hold(each)
-        with pytest.raises(jd.DisagreementError, match=told):
-            each.end.result(0)
-
-
-@pytest.mark.parametrize("what", ["one thing", "another thing", "a third thing"])
-def test_one_who_comes_after_a_disagreement_is_told_once(desk, what):
-    """Or it would hold a meeting without the others, which may only serve by now."""
-    disagreeing(desk)
-    with pytest.raises(jd.DisagreementError):
-        come(desk, 1, what)
-    assert len({id(come(desk, rank, what)[0]) for rank in range(3)}) == 1
-
-
-def test_one_who_has_missed_a_disagreement_may_meet_others_or_those_who_have_come_again(desk):
-    disagreeing(desk)
-    assert come(desk, 1, "of some", [1])[1]
-    disagreeing(desk)
-    assert [come(desk, rank, "a third thing")[1] for rank in range(3)] == [True, False, False]
-
-
-def test_those_whom_a_lost_desk_has_not_told_are_told_by_those_whom_it_has(desk):
-    """Also where these have gone on to another call: that is no disagreement."""
-    party, _ = come(desk, 1, "a save")
-    met = {0: next(calls), **party.came, 2: next(calls)}
-    come(desk, 2, "the next", met=met)
-    assert party.end.result(0) == met
-    late = desk.arrive("a save", 0, met[0], None, {})[0]
-    assert late.end.result(0) == met
 
 
 def test_ctrl_c_ends_a_wait_for_others_on_all_workers(tmp_path, monkeypatch):
