@@ -1,7 +1,4 @@
-"""Pipelines: models cut into stages, and how their schedules are carried out.
-
-Uses schedules, autograd for contexts, rpc for worlds, and data_parallel to cut backward passes into halves.
-"""
+"""Pipelines: models cut into stages, trained with several microbatches in flight."""
 
 from jdistgrad.pipeline.batches import whole as whole
 from jdistgrad.pipeline.report import Report as Report

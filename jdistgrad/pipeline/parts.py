@@ -1,4 +1,4 @@
-"""What users give a pipeline, checked; and the part of it that each of its workers keeps."""
+"""Check a pipeline's arguments, and cut it into parts, which its workers keep."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,13 +20,13 @@ Given = tuple[tuple[Any, ...], tuple[Any, ...], Sequence[int]]  # the batch, the
 
 @dataclasses.dataclass(frozen=True)
 class PlacedStage:
-    """A stage as its worker knows it.
+    """A stage on its worker.
 
     Arguments:
       inputs: the stages whose results it takes, in the order of its arguments, or ``BATCH``.
       consumers: the stages that take its result.
-      trained: whether its result depends on parameters, in a schedule that trains: else it gets no cotangents.
-      trained_inputs: those of its inputs for which this is so.
+      trained: whether its result depends on parameters, in a schedule that trains; if not, it gets no cotangents.
+      trained_inputs: its inputs that are trained.
     """
 
     function: StageFunction
@@ -39,12 +39,12 @@ class PlacedStage:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one worker does in every step. It stays on the worker between steps: its functions are compiled once.
+    """What one worker does in every step. It stays on the worker, so that its functions are compiled once.
 
     Arguments:
-      ranks: of each stage of the pipeline, the rank of its worker.
-      stages: those of this worker of the schedule, by number.
-      averages: what averages stages of this rank, by number, in the order in which it does: its shares have one order.
+      ranks: the rank of each stage's worker.
+      stages: this worker's, by number.
+      averages: the ``DataParallel`` of each stage of this rank, by number, in the order of averaging.
     """
 
     ranks: tuple[int, ...]
@@ -60,7 +60,7 @@ class Part:
         return self.stages.get(len(self.ranks) - 1)
 
     def needed(self, batch: tuple[Any, ...], targets: tuple[Any, ...], sizes: Sequence[int]) -> Given:
-        """Return what a share needs of a step's arguments, to split it: eight small arrays take longer to send."""
+        """Return the arguments that the part needs, unsplit: eight small arrays take longer to send."""
         takes_batch = any(BATCH in stage.inputs for stage in self.stages.values())
         return batch if takes_batch else (), targets if self.last else (), sizes
 
@@ -71,19 +71,15 @@ def parts_of(
     loss: Callable[..., Any] | None,
     workers: Sequence[AnyWorker] | None,
 ) -> tuple[dict[int, Part], dict[int, int], dict[int, tuple[int, ...]]]:
-    """Fit stages, a schedule and workers together.
+    """Fit stages, a schedule and workers together, or raise ScheduleError.
 
     Returns:
-      Of each worker of the schedule that has actions, its part, and its rank; of each stage, the stages that it takes
-      results of.
-
-    Raises:
-      ScheduleError: they do not fit.
+      The part of each worker of the schedule that has actions; the rank of each; each stage's input stages.
     """
     if len(stages) != schedule.stages:
         raise ScheduleError(
             f"the schedule is for {schedule.stages} stages, but {len(stages)} were given. Make it with as many "
-            "workers (or chunks of them) as there are stages."
+            "workers (times chunks) as there are stages."
         )
     inputs = [(k - 1,) if one.inputs is None else tuple(one.inputs) for k, one in enumerate(stages)]
     between = {k: tuple(one for one in mine if one != BATCH) for k, mine in enumerate(inputs)}
@@ -94,8 +90,7 @@ def parts_of(
         consumers = tuple(later for later, mine in enumerate(inputs) if number in mine)
         if not consumers and number < len(stages) - 1:
             raise ScheduleError(
-                f"no stage takes the result of stage {number}. Name it among the inputs of a later one, or leave it "
-                "out."
+                f"no stage takes the result of stage {number}. Add it to the inputs of a later stage, or remove it."
             )
         trained_inputs = frozenset(trained.intersection(inputs[number]))
         if schedule.trains and (stage.parameters is not None or trained_inputs):
@@ -115,7 +110,7 @@ def parts_of(
 
 
 def as_stage(given: Any) -> Stage:
-    """Return the stage that a user has given: a ``Stage``, a pair, or a function or module on another worker."""
+    """Convert a user's stage: a ``Stage``, a pair, or a remote function or module."""
     if isinstance(given, tuple) and len(given) == 2:
         given = Stage(*given)
     elif _is_module(given):
@@ -125,7 +120,7 @@ def as_stage(given: Any) -> Stage:
         if module.state is not None:
             raise TypeError(
                 f"{module!r:.80} has state that calls change (batch statistics, random generators), but microbatches "
-                "have no order among themselves. Use a module without state, or call it in eval mode by jd.rpc_sync."
+                "have no order. Use a module without state, or call it in eval mode by jd.rpc_sync."
             )
         parameters = module.parameters if given.parameters is None else given.parameters
         given = dataclasses.replace(given, function=module.apply, parameters=parameters)
@@ -157,20 +152,19 @@ def is_reference(node: Any) -> bool:
 
 
 def references_of(parameters: Any) -> list[RRef[Any]]:
-    """Return the references in a stage's parameters: one, several, or none. The stage runs beside the first."""
+    """Return the references in a stage's parameters. The stage runs on the owner of the first."""
     return jax.tree.leaves(parameters, is_leaf=is_reference)
 
 
 def _averages_of(stages: Sequence[Stage]) -> dict[int, RRef[Any]]:
-    """Return what averages stages, by number, in the order in which those on one worker average: from the last."""
+    """Return the averages of stages, by number, in the order of averaging: from the last stage."""
     found = {number: one.average for number, one in reversed([*enumerate(stages)]) if one.average is not None}
     averaging = {reference for number in found for reference in references_of(stages[number].parameters)}
     for number, stage in enumerate(stages):
         if number not in found and not averaging.isdisjoint(references_of(stage.parameters)):
             raise ValueError(
                 f"stage {number} shares its parameters with a stage that has average=, but has none: only a part of "
-                "their gradient would be averaged, and the replicas would come apart. Give it one, on the same worker "
-                "the same."
+                "their gradient would be averaged, and the replicas would diverge. Give it the same average=."
             )
     return found
 
@@ -188,10 +182,10 @@ def _ranks_of(stages: Sequence[Stage], schedule: Schedule, workers: Sequence[Any
             raise ScheduleError(
                 f"the schedule has stage {number} on its worker {index}, whose other stages have their parameters on "
                 f"{find(owners[index])}; those of stage {number} are on {owner}. Make them where the stage runs, or "
-                "say where stages run: Pipeline(..., workers=)."
+                "place stages by Pipeline(..., workers=)."
             )
     for index in set(schedule.placement) - set(owners):
         raise ScheduleError(
-            f"the stages of the schedule's worker {index} have no parameters to run beside: Pipeline(..., workers=)"
+            f"the stages of the schedule's worker {index} have no parameters. Place them: Pipeline(..., workers=)"
         )
     return tuple(owners[index] for index in schedule.placement)

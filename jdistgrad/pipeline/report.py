@@ -1,4 +1,4 @@
-"""What a step took, beside what its schedule promises for actions that take as long."""
+"""The measured times of a step, next to the forecast of its schedule."""
 
 import functools
 import statistics
@@ -13,10 +13,9 @@ class Report:
     """What each worker did in a step, and when. Notebooks show it as a picture, like its ``forecast``.
 
     Attributes:
-      seconds: of the step, on the worker that took it.
-      waited: of each worker, the seconds in which it waited for results of others.
-      computed: of each worker, the seconds in which it computed and sent.
-      recordings: of each worker, the most recordings that were alive at once.
+      seconds: of the step, on the worker that drives it.
+      waited, computed: for each worker, the seconds in which it waited for others, and in which it computed and sent.
+      recordings: for each worker, the most recordings alive at once.
     """
 
     def __init__(self, schedule: Schedule, inputs: Mapping[int, Sequence[int]], done: Sequence[Done], seconds: float):
@@ -30,7 +29,7 @@ class Report:
     def costs(self) -> Costs:
         """The median duration of each kind of action on each stage, for forecasts, also of other schedules.
 
-        A first step compiles in its first actions. Of a backward pass both halves are measured.
+        The first actions of a first step include compilation. Both halves of a backward pass are measured.
 
         Raises:
           ValueError: the step had no backward passes, so their cost is not known.
@@ -59,17 +58,17 @@ class Report:
 
     @functools.cached_property
     def forecast(self) -> Forecast:
-        """The forecast for actions that take as long as the median of their kind, and messages that take no time."""
+        """The forecast with the median cost of each kind of action, and without costs of messages."""
         return forecast(self.schedule, self._costs, self._inputs)
 
     @property
     def bubble(self) -> float:
-        """The part of the step in which a worker did nothing, on the average of the workers."""
+        """The fraction of the step in which workers were idle."""
         return 1 - sum(self.computed) / (len(self.computed) * self.seconds)
 
     @property
     def overhead(self) -> float:
-        """The seconds beyond the forecast, for each action of the worker that has most of them."""
+        """The seconds beyond the forecast, per action of the worker with most actions."""
         return (self.seconds - self.forecast.seconds) / max(map(len, self.times))
 
     def text(self) -> str:

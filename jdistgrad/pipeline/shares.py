@@ -1,4 +1,4 @@
-"""A worker's share of a pipeline's step: its actions, one after the other, each as soon as what it needs has come."""
+"""A worker's share of a pipeline's step: its actions in order, each as soon as its inputs have come."""
 
 import dataclasses
 import functools
@@ -28,18 +28,18 @@ from jdistgrad.rpc.scopes import Inbox, Scope
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.schedules.schedule import Action, Kind
 
-RESULT, COTANGENT = 0, 1  # what a pushed value is
+RESULT, COTANGENT = 0, 1  # kinds of pushed values
 
 
 class Done(NamedTuple):
-    """What a worker answers after its share.
+    """A worker's answer.
 
     Arguments:
       loss: of the whole batch, if this worker has the last stage.
-      results: of the last stage: for each microbatch the auxiliary data, or without a loss the outputs.
-      times: of each action: when it was due, when its inputs had come, when the gradients of its inputs had gone (of a
-        backward pass: its first half), and when it was done; by ``time.time``.
-      recordings: the most recordings that were alive at once.
+      results: the last stage's auxiliary data, or without a loss its outputs, for each microbatch.
+      times: for each action, by ``time.time``: when it was due, when its inputs had come, when it had sent the
+        gradients of its inputs (the first half of a backward pass), and when it was done.
+      recordings: the most recordings alive at once.
     """
 
     loss: Any
@@ -55,11 +55,7 @@ def keep(part: Part) -> Part:
 
 @dataclasses.dataclass(frozen=True)
 class Share(ServedFunction):
-    """The call that a pipeline makes of a worker in a step.
-
-    Arguments:
-      step: the id of the step, the same on all workers.
-    """
+    """A pipeline's call to a worker. ``step`` is the step's id, the same on all workers."""
 
     step: int
     place: Place
@@ -67,12 +63,12 @@ class Share(ServedFunction):
     label = "a share of a pipeline's step"
 
     def __call__(self, part: Part | int, given: Given, waits: Waits | None = None) -> Done:
-        """Carry out the worker's actions.
+        """Run the worker's actions.
 
         Arguments:
-          part: the part, or the id of a reference to it that the caller holds: a reference takes longer to send.
-          given: what the part needs of the step's arguments.
-          waits: those of the step, on the worker that drives it.
+          part: the part, or the id of a reference to it: a reference takes longer to send.
+          given: the step's arguments that the part needs.
+          waits: the step's waits, on the worker that drives it.
         """
         kept = value_of(part).result() if isinstance(part, int) else part
         scope = current_scope()
@@ -92,10 +88,10 @@ class StageUnderWay:
     """A stage in a step.
 
     Arguments:
-      parameters: their values; ``counts``: of each reference to them, how many leaves have gradients.
-      sources: of each argument that the stage takes, the stage that it comes from, or ``BATCH``.
-      wanted: of the parameters and each argument, what has gradients: see ``StageRecording``.
-      averaged: the promise of the average of its gradients, if it averages, once it has them.
+      parameters: their values; ``counts``: for each reference to them, how many leaves have gradients.
+      sources: for each argument, the stage that it comes from, or ``BATCH``.
+      wanted: for the parameters and each argument, which leaves have gradients: see ``StageRecording``.
+      averaged: the future average of its gradients, if it averages.
     """
 
     placed: PlacedStage
@@ -110,7 +106,7 @@ class StageUnderWay:
 
 
 class ShareUnderWay:
-    """A share while it is carried out."""
+    """A running share."""
 
     def __init__(self, share: Share, part: Part, given: Given, waits: Waits, scope: Scope):
         self.step, self._place, self._part, self._given, self._waits = share.step, share.place, part, given, waits
@@ -125,7 +121,7 @@ class ShareUnderWay:
         self._waits_for = ""
 
     def run(self) -> Done:
-        """Carry out all actions and return the answer. If that fails, the error says where, and replicas are told."""
+        """Run all actions; return the answer. An error gets a note with the action; the replicas' averages fail."""
         try:
             self._begin_averages()
             self._begin_stages()
@@ -140,7 +136,7 @@ class ShareUnderWay:
             if self._averages is not None:
                 self._averages.abandon(self._part.stages)
             self._results.clear()
-            for stage in self._stages.values():  # a user may keep the error, which holds this
+            for stage in self._stages.values():  # a user may keep the error, whose traceback holds this
                 stage.recordings.clear()
                 stage.sum.leaves = []
             raise
@@ -206,20 +202,18 @@ class ShareUnderWay:
             if stage is not None and stage.averaged is not None:
                 self._at = f"the average of the gradients of stage {number}"
                 self._contribute(stage, self._until_done(stage.averaged, f"the replicas of stage {number}"))
-        # The caller may change its batch when the step has returned, and this worker may compute on that very memory.
+        # When the step has returned, the caller may change its batch, whose memory computations may still read.
         self._at = "computations that its actions have begun"
         for stage in self._stages.values():
             stage.sum.wait()
         self._waits.check()
-        clock = time.time() - time.monotonic()  # other machines know only the time of day
+        clock = time.time() - time.monotonic()  # comparable between machines
         times = [(due + clock, ready + clock, half + clock, done + clock) for due, ready, half, done in self._times]
         loss, results, last = None, self._results, self._part.last
         if last is not None and last.function.loss is not None:
             loss = weighted_sum(list(map(scalar_of, results)), self._weights)
             results = [one[1] for one in results if isinstance(one, tuple)]
         return Done(loss, results, times, self._most)
-
-    # The actions.
 
     def _forward(self, stage: StageUnderWay, microbatch: int) -> None:
         placed = stage.placed
@@ -247,7 +241,7 @@ class ShareUnderWay:
         if not placed.trained:
             return
         each = [self._take(COTANGENT, one, stage.number, microbatch) for one in placed.consumers]
-        recording = stage.recordings[microbatch]  # not before: an error that ends the wait would keep it
+        recording = stage.recordings[microbatch]  # after the waits, whose errors would keep it alive
         if each:
             cotangents = functools.reduce(plus, each)
         else:
@@ -275,8 +269,6 @@ class ShareUnderWay:
         for reference, count in zip(references_of(stage.placed.parameters), stage.counts, strict=True):
             contribution = Contribution(next_message(), (), [*itertools.islice(rest, count)], place)
             contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
-
-    # Values from and to other stages.
 
     def _push(self, what: int, source: int, target: int, microbatch: int, value: Any) -> None:
         self._worker.push(self._part.ranks[target], (self.step, what, source, target, microbatch), value)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline: what a user gives, and what runs, compiled, for one microbatch after the other."""
+"""Stages of a pipeline, and their compiled forward and backward passes on a microbatch."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from jdistgrad.rpc.fingerprints import fingerprint
 from jdistgrad.rpc.functions import ServedFunction, describe
 from jdistgrad.wire.pinned import accelerated
 
-SHARED = 64  # compiled forward passes that are kept though their stages are gone: some MiB each
+SHARED = 64  # compiled forward passes kept after their stages are gone: some MiB each
 BATCH = -1  # in a stage's inputs: the arguments of the step itself
 
 Wanted = tuple[bool | tuple[bool, ...], ...]
@@ -28,19 +28,19 @@ Wanted = tuple[bool | tuple[bool, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage of a pipeline: ``function(parameters, *inputs)`` returns what the next stages take, any pytree.
+    """A stage of a pipeline: ``function(parameters, *inputs)`` returns the next stages' inputs, any pytree.
 
     Arguments:
       function: must be pure; it is compiled, once for each shape of its inputs. A ``RemoteFunction`` or
         ``RemoteModule`` brings its parameters.
       parameters: a reference to the parameters, or a tree of references (``[block, embedding]``), whose values the
-        function gets, or None. The stage runs beside the first reference; values that lie elsewhere are fetched in
-        each step. The gradients of stages that share a reference add up: two stages may tie their embeddings.
+        function gets, or None. The stage runs on the owner of the first reference; values of other owners are fetched
+        in each step. The gradients of stages that share a reference add up: two stages may tie their embeddings.
       inputs: the earlier stages whose results the function takes, by number, in the order of its arguments; ``BATCH``
         stands for the arguments of the step. Default: the stage before, or for the first stage the step's arguments.
-      remat: whether a recording keeps the inputs only; the backward pass then computes the stage again.
-      average: a reference to a ``DataParallel`` that the stage's worker has made with the workers of the stage's
-        replicas in other pipelines. The gradients are averaged as soon as they are there, while other stages compute.
+      remat: whether to rematerialize: a recording keeps only the inputs, and the backward pass runs the stage again.
+      average: a reference to a ``DataParallel``, made by the stage's worker with those of the stage's replicas in other
+        pipelines. Gradients are averaged as soon as they are complete, while other stages compute.
 
     Example:
       >>> Stage(block, block_ref, inputs=(0, 2))      # block(parameters, result of stage 0, result of stage 2)
@@ -56,34 +56,33 @@ class Stage:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Setting(Enclosed):
-    """A function, a text or a flag among parameters: a part of what is compiled. ``key`` tells it from others."""
+    """A function, a text or a flag among parameters: static in what is compiled, and compared by ``key``."""
 
     value: Any = dataclasses.field(compare=False)
     key: tuple[Any, ...]
 
 
 def with_settings(parameters: Any) -> Any:
-    """Return parameters with a setting in place of each leaf that JAX cannot trace, or is a flag; see ``opened``."""
+    """Replace each leaf that JAX cannot trace, or that is a flag, by a setting; see ``opened``."""
 
     def setting(leaf: Any) -> Any:
         if can_be_traced(leaf) and not isinstance(leaf, bool):
             return leaf
-        # Equal values may be of different types. A partial function equals no other: one that is fetched, in every step
-        # as a new object, is told by what it holds, if that can be found.
+        # Equal values may be of different types. A partial equals no other, but is fetched as a new object in every
+        # step: its fingerprint identifies it, if there is one.
         kind: Any = type(leaf)
         content = fingerprint(leaf)
-        is_told = kind.__eq__ is object.__eq__ and isinstance(content, tuple) and len(content) > 2
-        return Setting(leaf, content if is_told else (kind, leaf))
+        identifies = kind.__eq__ is object.__eq__ and isinstance(content, tuple) and len(content) > 2
+        return Setting(leaf, content if identifies else (kind, leaf))
 
     return jax.tree.map(setting, parameters)
 
 
 @dataclasses.dataclass(frozen=True)
 class StageFunction(ServedFunction):
-    """The function of a stage, and of the last stage the loss too, as what JAX differentiates and compiles.
+    """The function that JAX differentiates and compiles: a stage's, for the last stage with the loss.
 
-    What is compiled for it is kept as long as it is. Equal ones share it, if they are among the last that were made,
-    and alike in what comparisons leave out.
+    Compiled code is kept as long as this object. Equal functions with equal fingerprints share it, among the last 64.
     """
 
     function: Callable[..., Any]
@@ -98,9 +97,9 @@ class StageFunction(ServedFunction):
         return StageFunction, (self.function, self.remat, self.loss)
 
     def compiled(self, wanted: Wanted) -> Callable[..., tuple[list[Any], Enclosed]]:
-        """Return the stage's forward pass, compiled, with its pullback if anything is wanted.
+        """Return the compiled forward pass, with its pullback if any gradients are wanted.
 
-        It returns the arrays that it has made, and a ``Known``.
+        It returns its new arrays, and a ``Known``.
         """
         found = self._compiled.get(wanted)
         if found is None:
@@ -116,7 +115,7 @@ class StageFunction(ServedFunction):
         if not self.remat:
             return self._result(parameters, inputs, targets)
         found = jax.checkpoint(self._result)(parameters, inputs, targets)
-        return jax.tree.map(jnp.asarray, found)  # of a constant, JAX returns a Python number
+        return jax.tree.map(jnp.asarray, found)  # JAX returns a constant as a Python number
 
     def _result(self, parameters: Any, inputs: Sequence[Any], targets: Sequence[Any]) -> Any:
         output = _in_arrays(self.function, self.function(opened(parameters), *inputs))
@@ -134,7 +133,7 @@ def _in_arrays(function: Callable[..., Any], result: Any) -> Any:
         if isinstance(leaf, int | float | complex):
             return jnp.asarray(leaf)
         where = f" at {jax.tree_util.keystr(path)}" if path else ""
-        raise TypeError(f"{describe(function)} returned {leaf!r:.60}{where}: between stages go arrays and numbers")
+        raise TypeError(f"{describe(function)} returned {leaf!r:.60}{where}: stages return arrays and numbers")
 
     return jax.tree_util.tree_map_with_path(array, result)
 
@@ -152,7 +151,7 @@ def _check_loss(loss: Callable[..., Any], found: Any) -> None:
 
 @dataclasses.dataclass(eq=False)
 class Known:
-    """What is known of a stage's forward pass when it has been traced, for all microbatches of these shapes.
+    """A stage's traced forward pass, for all microbatches of the same shapes.
 
     Arguments:
       sources, tree: of the result and the pullback together, as in ``Outputs``.
@@ -166,10 +165,7 @@ class Known:
     _halves: Segmented | None = None
 
     def halves(self, residuals: Sequence[Any], cotangents: Sequence[Any]) -> Segmented:
-        """Return the pullback in two halves: what the cotangents of inputs need; then the rest, for the parameters.
-
-        The arguments, which show what its own are like, are the leaves of the pullback, and the cotangents.
-        """
+        """Return the pullback in two halves: of the inputs, then of the parameters. The arguments give its types."""
         if self._halves is None:
 
             def pull(*arguments: Any) -> Any:
@@ -186,11 +182,11 @@ class Known:
 class StageRecording:
     """A stage's forward pass on one microbatch: its result, and both halves of its pullback.
 
-    A backward pass in one go runs the same two halves. So all schedules give the same bits.
+    A whole backward pass runs the same two halves, so all schedules give the same bits.
 
     Arguments:
       parts: the parameters and the inputs.
-      wanted: for each part, whether its float arrays have gradients; or for each of its leaves, whether it has one.
+      wanted: for each part, whether its float arrays have gradients; or the same for each of its leaves.
     """
 
     def __init__(self, function: StageFunction, parts: tuple[Any, ...], wanted: Wanted, targets: tuple[Any, ...]):
@@ -225,7 +221,7 @@ def _forward(made_of: tuple[tuple[Any, Any], ...], wanted: Wanted) -> Callable[.
     function = StageFunction(*(one for one, _ in made_of))  # not the stage's, which holds what is compiled
 
     def forward(parts: tuple[Any, ...], targets: tuple[Any, ...]) -> Any:
-        # Weak types get lost on the way between processes, and a placement must not change what is computed.
+        # Weak types are lost between processes, and the placement must not change results.
         parts, targets = jax.tree.map(strong, (parts, targets))
         leaves, tree = jax.tree.flatten(parts)
         each = [
@@ -268,7 +264,7 @@ plus, added = once_for_all(jax.jit(_plus)), once_for_all(jax.jit(_plus, donate_a
 
 
 class Sum:
-    """The sum of a stage's gradients, made in the order of the microbatches, whatever order they come in."""
+    """The sum of a stage's gradients, in the order of the microbatches, in whatever order they come."""
 
     def __init__(self, microbatches: int):
         self.leaves: list[Any] = []
@@ -285,9 +281,9 @@ class Sum:
         return self._next == self._microbatches
 
     def wait(self) -> None:
-        """Return when what was added has been computed; raise if its computation has failed.
+        """Block until the sum is computed; raise if that has failed.
 
-        Mostly it has been computed, and waiting would let other threads run. On CPUs what fails raises where it begins.
+        On CPUs errors raise at dispatch, and the sum is mostly ready: blocking would let other threads run.
         """
         for leaf in self.leaves:
             if accelerated() or not leaf.is_ready():

@@ -1,4 +1,4 @@
-"""What ends the waits of a step's shares on a worker, and the averages of stages' gradients beside them."""
+"""Waits of a step on one worker, and averages of stages' gradients in the background."""
 
 import collections
 import concurrent.futures
@@ -19,19 +19,19 @@ from jdistgrad.rpc.worker import Worker
 
 Future = concurrent.futures.Future[Any]
 
-LOOK_SECONDS = 0.5  # between looks whether the world is broken, which no future tells
+LOOK_SECONDS = 0.5  # between checks whether the world has failed, which completes no future
 
 
 class Waits:
-    """The waits of a step on one worker. All end when the step fails, here or elsewhere.
+    """The waits of a step on one worker. All end when the step fails on any worker.
 
     Arguments:
-      closed: done as soon as the step's context is closed.
-      seconds: how long the step may take, on the worker that drives it, which no timeout of a call ends.
+      closed: done when the step's context is closed.
+      seconds: the timeout of the step, on the worker that drives it.
 
     Attributes:
-      answers: of the other workers' shares, on the worker that drives the step: an error among them ends the step.
-      failed_elsewhere: whether the error that was raised is that of an answer.
+      answers: on the driving worker, those of the other workers: an error among them ends the step.
+      failed_elsewhere: whether the error is from an answer.
     """
 
     def __init__(self, worker: Worker, closed: Future, seconds: float = math.inf):
@@ -41,17 +41,17 @@ class Waits:
         self.failed_elsewhere = False
 
     def for_any(self, futures: Sequence[Future]) -> None:
-        """Return when one of the futures is done, or after a while. Raise if the step has failed."""
+        """Return when a future is done, or after LOOK_SECONDS. Raise if the step has failed."""
         self._worker.transport.wait_for((*futures, self._closed, *self.answers), LOOK_SECONDS)
         self._require_success()
 
     def check(self) -> float:
-        """Return the time. Raise if the step has taken too long or failed: a share may need nothing of others."""
+        """Return the time. Raise if the step has timed out or failed: a share may never wait for others."""
         now = time.monotonic()
         if now - self._begun > self._seconds:
             raise CallTimeoutError(
-                f"a step of a pipeline took longer than {self._seconds:g} s. Give the pipeline (timeout=) or the world "
-                "(init(timeout=)) more time if it may take that long.",
+                f"a step of a pipeline took longer than {self._seconds:g} s. If it may, give a longer timeout to the "
+                "pipeline (timeout=) or the world (init(timeout=)).",
                 seconds=self._seconds,
             )
         self._require_success()
@@ -62,7 +62,7 @@ class Waits:
             raise self._worker.failure
         for number in reversed(range(len(self.answers))):
             if self.answers[number].done():
-                error = self.answers.pop(number).exception()  # not before: it holds the error, which holds this frame
+                error = self.answers.pop(number).exception()  # after pop: it holds the error, which holds this frame
                 if error is not None:
                     self.failed_elsewhere = True
                     try:
@@ -74,17 +74,17 @@ class Waits:
 
 
 class Averages:
-    """The averages of a worker's stages in a step, of all its shares, while other stages compute.
+    """The averages of a worker's stages in a step, while other stages compute.
 
     Arguments:
-      by: what averages each stage, in the order in which the replicas average.
-      turns: runs them one after another.
+      by: the ``DataParallel`` of each stage, in the replicas' order.
+      turns: runs the averages one after another.
     """
 
     def __init__(self, by: Mapping[int, DataParallel], turns: InTurn):
         self._by, self._left, self._failed = by, len(by), False
         self._gradients: dict[int, list[Any]] = {}
-        self._come: dict[int, Future] = {stage: Future() for stage in by}  # done with them; cancelled: they do not come
+        self._come: dict[int, Future] = {stage: Future() for stage in by}  # cancelled: they will not come
         self._averaged = collections.deque[DataParallel]()
         self._promises = {stage: turns.submit(self._average, stage) for stage in by}
 
@@ -99,8 +99,9 @@ class Averages:
         try:
             self._come[stage].result()
         except concurrent.futures.CancelledError:
-            _abandon(by)
-            raise ContextError("the context was closed before the stage's turn to average came") from None
+            with contextlib.suppress(Exception):  # the step raises its own error
+                by.abandon()
+            raise ContextError("the context was closed before the stage's gradients were averaged") from None
         averages = by.average(self._gradients.pop(stage))
         self._left -= 1
         self._averaged.append(by)
@@ -109,39 +110,30 @@ class Averages:
         return averages
 
     def abandon(self, stages: Iterable[int]) -> None:
-        """Tell the replicas of stages that will not be averaged in this step: they would average with the next."""
+        """Fail the replicas' averages of stages that will not come: they would be paired with the next step's."""
         for stage in self._by.keys() & set(stages):
             self._come[stage].cancel()
 
     def fail(self) -> None:
-        """Abandon all stages. The replicas of those that have been averaged do not know: let their next step fail."""
+        """Abandon all stages. Where replicas have averaged already, their next step fails."""
         self._failed = True
         self.abandon(self._by)
         for by in emptied(self._averaged):
-            _abandon(by)
+            with contextlib.suppress(Exception):  # the step raises its own error
+                by.abandon()
 
     def close(self) -> None:
         if self._left:
             self.fail()
 
 
-def _abandon(by: DataParallel) -> None:
-    with contextlib.suppress(Exception):  # it cannot be abandoned: the step raises what it fails of
-        by.abandon()
-
-
-# What runs the averages of the steps that begin with the same DataParallel: those of the next step would be paired with
-# those of one before that has failed, if they began before the replicas heard of that.
+# Steps whose first DataParallel is the same average one after another: else the averages of a step could be paired with
+# those of a failed step before it, of whose failure the replicas do not know yet.
 _turns: "weakref.WeakKeyDictionary[DataParallel, InTurn]" = weakref.WeakKeyDictionary()
 
 
 class StepsHere:
-    """What this worker does in a context for steps of pipelines.
-
-    Attributes:
-      shares: those under way, each with its ``step``, and ``doing()``.
-      averages: by step.
-    """
+    """The steps of pipelines in a context on this worker: running shares, and averages by step."""
 
     def __init__(self) -> None:
         self.shares: set[Any] = set()
@@ -150,7 +142,6 @@ class StepsHere:
         self._lock = threading.Lock()
 
     def averages_of(self, step: int, by: Mapping[int, DataParallel]) -> Averages:
-        """Return the averages of a step; the first of its shares begins them."""
         with self._lock:
             if step not in self.averages:
                 self.averages[step] = Averages(by, _turns.setdefault(next(iter(by.values())), InTurn()))
@@ -164,11 +155,11 @@ class StepsHere:
             one.close()
 
     def give_up(self, error: BaseException) -> None:
-        """Do nothing. What the shares wait for fails by itself; those that do not fail still average."""
+        """Do nothing: the shares' waits fail by themselves, and other shares still average."""
 
 
 def fail_step(step: int) -> str:
-    """Fail a step's averages on this worker; return what the worker is doing for the step."""
+    """Fail a step's averages on this worker; return what the worker is doing for the step, in words."""
     scope = current_scope()
     assert scope is not None
     here = scope.content(StepsHere)
