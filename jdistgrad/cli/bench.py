@@ -1,4 +1,4 @@
-"""`jdistgrad bench`: the times of calls, gradients and reductions on this machine, beside a reference."""
+"""`jdistgrad bench`: time calls, gradients and reductions on this machine, next to a reference."""
 
 import json
 import math
@@ -50,7 +50,7 @@ def loss_fn(a: Any, b: Any, to: int) -> Any:
 
 
 def median(action: Callable[[], Any], runs: float = math.inf) -> float:
-    """Return the median seconds that an action takes after three warm-up runs: in so many, or in those of some time."""
+    """Return the median seconds of an action, after three warm-up runs, in ``runs`` runs or in SECONDS."""
     for _ in range(3):
         action()
     taken: list[float] = []
@@ -97,7 +97,7 @@ def reduction() -> Times:
 
 
 def measure() -> Times:
-    """Measure everything; every worker must call it. Calls have a world of their own, where the others only serve."""
+    """Measure everything; every worker must call it. Calls have their own world, where the others only serve."""
     me = jd.init()
     peer = jd.world_size() - 1
     found = {**calls(peer), **gradients(peer)} if me.rank == 0 else {}
@@ -109,12 +109,11 @@ def measure() -> Times:
 
 
 def of_a_job(n: int) -> Times:
-    """Measure in an MPI job of ``n`` ranks, and return the numbers."""
     command = launch.command(n, ["-m", "jdistgrad.cli.bench"])
     done = launch.attend(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
     if not lines:
-        raise LauncherError(f"the job of {n} ranks failed; `jdistgrad doctor` may say why:\n{done.stderr.strip()}")
+        raise LauncherError(f"the job of {n} ranks failed; `jdistgrad doctor` may show why:\n{done.stderr.strip()}")
     return json.loads(lines[0].removeprefix(MARK))
 
 

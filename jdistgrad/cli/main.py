@@ -3,8 +3,10 @@
 import argparse
 import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from jdistgrad._version import __version__
 from jdistgrad.cli import doctor, launch, programs
@@ -37,15 +39,15 @@ def parser() -> argparse.ArgumentParser:
     look = commands.add_parser("stacks", help="show what the ranks of a job wait for, and their stacks")
     look.add_argument("job", nargs="?", help="the job's folder, or its name, if several jobs are running")
     look.add_argument("--wait", type=float, default=4.0, metavar="SECONDS", help="how long to wait for answers (4)")
-    look.set_defaults(act=stacks)
+    look.set_defaults(act=lambda options: _module("stacks").main(options.job, options.wait))
 
     check = commands.add_parser("doctor", help="check this installation; under mpirun: that of every rank")
     check.add_argument("-n", type=int, default=2, help="how many ranks to try with (default 2)")
     check.set_defaults(act=lambda options: doctor.main(options.n))
 
-    measure = commands.add_parser("bench", help="measure calls, gradients and reductions here, beside a reference")
+    measure = commands.add_parser("bench", help="measure calls, gradients and reductions here, next to a reference")
     measure.add_argument("-n", type=int, default=2, help="how many workers (default 2)")
-    measure.set_defaults(act=bench)
+    measure.set_defaults(act=lambda options: _module("bench").main(options.n))
 
     merge = commands.add_parser("trace", help="make one timeline of those of several ranks")
     merge.add_argument("files", nargs="+", help="what `with jdistgrad.timeline(FILE)` wrote on each rank")
@@ -53,6 +55,11 @@ def parser() -> argparse.ArgumentParser:
     merge.add_argument("--plot", metavar="FILE", help="draw it too (png, svg or pdf); needs matplotlib")
     merge.set_defaults(act=trace)
     return top
+
+
+def _module(name: str) -> Any:
+    """Import a command's module only when it runs: it imports JAX."""
+    return importlib.import_module(f"jdistgrad.cli.{name}")
 
 
 def program_of(options: argparse.Namespace) -> list[str]:
@@ -87,18 +94,6 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def bench(options: argparse.Namespace) -> int:
-    from jdistgrad.cli import bench
-
-    return bench.main(options.n)
-
-
-def stacks(options: argparse.Namespace) -> int:
-    from jdistgrad.cli import stacks
-
-    return stacks.main(options.job, options.wait)
-
-
 def trace(options: argparse.Namespace) -> int:
     for file in filter(None, (options.output, options.plot)):
         timelines.check_writable(file)
@@ -120,9 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if unknown:  # options of mpirun, which starts jobs on several machines
             raise LauncherError(
-                f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine and knows -n, "
-                "--local, --timeline, --cache, --restarts and --survive. To use several machines, or other options of "
-                "mpirun or srun, start the ranks with these: mpirun --hostfile hosts -n 8 python program.py."
+                f"{unknown[0]} is no option of `jdistgrad run`, which starts ranks on this machine. For several "
+                "machines, or other options, use mpirun or srun: mpirun --hostfile hosts -n 8 python program.py."
             )
         return options.act(options)
     except DistgradError as error:

@@ -1,7 +1,7 @@
-"""Users' programs run inside this process as Python would run them: a script, ``-m module`` or ``-c code``.
+"""Run users' programs inside this process as Python would: a script, ``-m module`` or ``-c code``.
 
-Each run has a ``__main__`` of its own, so that several threads can run the same program at once, each as one worker of
-a local world. ``runpy`` cannot: it replaces and restores ``sys.modules`` and ``sys.argv`` for one run at a time.
+Each run has its own ``__main__``, so that several threads can run the same program at once, each as one worker of a
+local world. ``runpy`` cannot: it replaces and restores ``sys.modules`` and ``sys.argv`` for one run at a time.
 """
 
 import contextlib
@@ -20,13 +20,10 @@ from jdistgrad.errors import LauncherError
 
 
 def user_program(arguments: Sequence[str]) -> tuple[str, Callable[[], None]]:
-    """Compile a program; return its file, and a function that runs it to its end.
-
-    Sets ``sys.argv`` and ``sys.path`` as the program expects them.
-    """
+    """Set ``sys.argv`` and ``sys.path`` and compile a program; return its file, and a function that runs it."""
     check(arguments)
     how, *rest = arguments
-    place: dict[str, Any] = {"__cached__": None}  # among other modules, for relative imports; a script has none
+    place: dict[str, Any] = {"__cached__": None}  # for relative imports; a script has none
     folder = ""
     if how == "-m":
         spec = find_spec(rest[0])
@@ -47,33 +44,32 @@ def user_program(arguments: Sequence[str]) -> tuple[str, Callable[[], None]]:
     sys.path.insert(0, folder)
 
     def run() -> None:
-        """Run as ``__main__``. A ``sys.exit`` without an error counts as a normal end."""
         module = types.ModuleType("__main__")
         module.__dict__.update(__file__=file, __builtins__=__builtins__, **place)
         sys.modules["__main__"] = module  # lookups by name find the latest run's module, which is equal
         try:
             exec(code, module.__dict__)
         except SystemExit as end:
-            if end.code not in (None, 0):
+            if end.code not in (None, 0):  # else a normal end
                 raise
 
     return file, run
 
 
-INTERRUPTED = 130  # the exit status after Ctrl-C, as of shells
+INTERRUPTED = 130  # the exit status after Ctrl-C, as in shells
 NO_MODULE = "there is no module {!r} that could be run, neither installed nor in {}"
 RESTART = "JDISTGRAD_RESTART"  # in the environment of a job's ranks: how often the job has been started again
-MOST_THREADS = 256  # workers of one process: each has threads of its own, and all share Python's lock
+MOST_THREADS = 256  # workers of one process: each has several threads, and all share the GIL
 
 
 def check(arguments: Sequence[str]) -> None:
     """Raise LauncherError if these arguments name no program."""
     if not arguments:
-        raise LauncherError("what shall be run? jdistgrad run -n 4 script.py [arguments]")
+        raise LauncherError("no program given. Usage: jdistgrad run -n 4 script.py [arguments]")
     how, *rest = arguments
     if how in ("-m", "-c"):
         if not rest:
-            raise LauncherError(f"{how} needs {'a module' if how == '-m' else 'code'} behind it")
+            raise LauncherError(f"{how} needs {'a module' if how == '-m' else 'code'} after it")
         if how == "-m" and find_spec(rest[0].partition(".")[0]) is None:
             raise LauncherError(NO_MODULE.format(rest[0], pathlib.Path.cwd()))
     elif re.fullmatch(r"python[\d.]*(\.exe)?", pathlib.Path(how).name):
@@ -85,12 +81,12 @@ def check(arguments: Sequence[str]) -> None:
 
 
 def find_spec(name: str) -> Any:
-    """Return the spec of a module for a program that runs in this folder, or None. This imports the packages above."""
+    """Return the spec of a module for a program in this folder, or None. Imports its parent packages."""
     sys.path.insert(0, "")
     try:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
-        if not f"{name}.".startswith(f"{error.name}."):  # a package above was found, and misses another module
+        if not f"{name}.".startswith(f"{error.name}."):  # a parent package was found, but its own import failed
             raise
         return None
     finally:
@@ -110,7 +106,7 @@ def check_workers(n: int) -> None:
 
 
 def run_local(n: int, arguments: Sequence[str]) -> int:
-    """Run a program as ``n`` workers that are threads of this process, and return the exit status."""
+    """Run a program as ``n`` workers that are threads of this process; return the exit status."""
     from jdistgrad.ffi.dispatch import run_programs_where_they_are_called
     from jdistgrad.rpc.local_workers import spawn
 
@@ -132,19 +128,19 @@ def run_local(n: int, arguments: Sequence[str]) -> int:
 
 
 def end_now(status: int) -> NoReturn:
-    """End this process without Python's own end, which would abort it: threads of workers still run in XLA.
+    """End this process with ``os._exit``: workers' threads may still run in XLA.
 
-    XLA calls Python back in such a thread, which Python then ends; and C++ lets no thread end there.
+    At exit, CPython up to 3.13 ends threads that take the GIL (pthread_exit), which aborts callbacks from C++.
     """
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # whoever read the stream is gone
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe
             stream.flush()
     os._exit(status)
 
 
 def report(error: BaseException, file: str) -> int:
-    """Print the exception that ended a program, from the program's first frame on; return the exit status."""
+    """Print a program's exception, from the program's first frame on; return the exit status."""
     code = error.code if isinstance(error, SystemExit) else None
     if isinstance(code, int):
         return code
@@ -159,7 +155,7 @@ def report(error: BaseException, file: str) -> int:
 
 
 def record(folder: str, *arguments: str) -> None:
-    """Run a program as one rank of a recorded job. What has recorded an earlier start of the job does not count."""
+    """Run a program as one rank of a recorded job. Each restart of the job has its own folder."""
     from jdistgrad.observe.timeline import in_this_rank, timeline
 
     start = pathlib.Path(folder, os.environ[RESTART])
@@ -170,7 +166,7 @@ def record(folder: str, *arguments: str) -> None:
             program()
     finally:
         saved = in_this_rank(start / "trace.json")
-        torn = saved.with_suffix(".torn")  # where another rank's failure may end this one, it has no part
+        torn = saved.with_suffix(".torn")  # another rank's failure may end this process meanwhile
         recorded.save(torn)
         torn.replace(saved)
 

@@ -27,29 +27,27 @@ def main(job: str | None, seconds: float) -> int:
     for file in files:
         file.write_text("", encoding="utf-8")
     (folder / ASKED).write_text("now", encoding="utf-8")
-    _wait_for(files, SIGNAL_AFTER)
-    for file in files:
-        if END not in file.read_text(encoding="utf-8") and (process := _process(file)) is not None:
+    for file in _silent(files, SIGNAL_AFTER):
+        if (process := _process(file)) is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
                 os.kill(process, signal.SIGUSR1)
-    _wait_for(files, seconds)
+    _silent(files, seconds)
     for file in files:
         text = file.read_text(encoding="utf-8").rstrip()
-        text = text or "    it gave no answer: it is stopped, or runs on another machine that does not see this folder"
+        text = text or "    no answer: it is stopped, or runs on another machine that does not see this folder"
         print(f"== {file.stem} ==\n{text}\n")
     return 0
 
 
 def _chosen(job: str | None) -> pathlib.Path:
-    if job is not None and not _files(root() / job):  # an absolute path stays as it is
-        raise LauncherError(f"no process of a running job has its file in {root() / job}. {HOW}.")
-    running = [folder for folder in sorted(root().glob("*")) if _files(folder)] if job is None else [root() / job]
-    if not running:
-        raise LauncherError(f"no job that is running here says what it does. {HOW}.")
-    if len(running) > 1:
+    running = [folder for folder in sorted(root().glob("*") if job is None else [root() / job]) if _files(folder)]
+    if len(running) == 1:
+        return running[0]  # an absolute path stays as it is
+    if running:
         names = ", ".join(folder.name for folder in running)
         raise LauncherError(f"several jobs are running; name one: jdistgrad stacks JOB, with {names}")
-    return running[0]
+    where = f"in {root() / job}" if job is not None else "here"
+    raise LauncherError(f"no running job has files {where}. {HOW}.")
 
 
 def _files(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -66,12 +64,16 @@ def _files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _process(file: pathlib.Path) -> int | None:
-    """Return the number of the process of a file, ``rank1-machine-number.txt``; None for one of another machine."""
+    """Return the process id in a file's name, ``rank1-machine-number.txt``; None if it is of another machine."""
     machine, _, number = file.stem.partition("-")[2].rpartition("-")
     return int(number) if machine == os.uname().nodename else None
 
 
-def _wait_for(files: list[pathlib.Path], seconds: float) -> None:
+def _silent(files: list[pathlib.Path], seconds: float) -> list[pathlib.Path]:
+    """Wait for answers; return the files without one."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and any(END not in file.read_text(encoding="utf-8") for file in files):
+    while silent := [file for file in files if END not in file.read_text(encoding="utf-8")]:
+        if time.monotonic() > deadline:
+            break
         time.sleep(PAUSE)
+    return silent

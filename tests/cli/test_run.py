@@ -214,13 +214,13 @@ def test_the_end_of_a_thread_is_the_programs(jdistgrad):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--local"], "what shall be run?"),
+        (["--local"], "no program given"),
         (["--local", "missing.py"], "there is no script 'missing.py' in"),
         (["-n", "2", "python", "a.py", "1"], r"leave out 'python': .* jdistgrad run a\.py 1"),
         (["-n", "2", "pytest"], "there is no script 'pytest' in .*The module is run by -m: jdistgrad run -m pytest"),
         (["--local", "-m", "no_such_module"], "there is no module 'no_such_module' that could be run"),
         (["-m", "no_such_module.part"], "there is no module 'no_such_module.part' that could be run"),
-        (["--local", "-m"], "-m needs a module behind it"),
+        (["--local", "-m"], "-m needs a module after it"),
         (["--local", "-n", "3", "-m", "pytest", "--version"], "run plain pytest; or, as a job, jdistgrad run -n 3 -m"),
         (["--local", str(pathlib.Path(sys.executable).with_name("pytest"))], "run plain pytest"),
         (["--local", "-n", "0", "-c", "pass"], "a world has from 1 to"),
