@@ -1,4 +1,1 @@
-"""Schedules of pipelines as pure data: their orders, whether they end, what they cost, and their picture.
-
-Uses neither JAX nor a world. Used by pipeline, which carries schedules out.
-"""
+"""Schedules of pipelines as pure data, without JAX or workers: orders, checks, forecasts and pictures."""

@@ -1,7 +1,7 @@
-"""What a schedule will take: when each action begins and ends, what is idle, and how many recordings are kept.
+"""Forecast a schedule's times, bubble and recordings, and draw it as SVG.
 
-And its picture as SVG: a row for each worker, time from left to right, a colour for each microbatch. Forward passes are
-light, backward passes and their input halves dark, weight halves striped.
+In pictures a worker is a row, and a microbatch a colour. Forward passes are light, backward passes and their input
+halves dark, weight halves striped.
 """
 
 import colorsys
@@ -32,12 +32,12 @@ STRIPES = (
 
 
 def forecast(schedule: Schedule, costs: Costs | None = None, inputs: Inputs | None = None) -> "Forecast":
-    """Compute how a schedule will run. Checks it as ``check`` does.
+    """Check a schedule as ``check`` does, and forecast how it will run.
 
     Arguments:
       schedule: the schedule.
       costs: what actions cost; by default a forward pass 1, and a backward pass 2.
-      inputs: as of ``check``.
+      inputs: as for ``check``.
 
     Example:
       >>> forecast(one_f_one_b(4, 8)).bubble  # (p - 1) / (m + p - 1)
@@ -74,16 +74,16 @@ class Forecast:
 
     @property
     def bubble(self) -> float:
-        """The part of the step for which the workers are idle, as their mean."""
+        """The fraction of the step in which workers are idle."""
         whole = self.schedule.workers * self.seconds
         return 1 - sum(self.busy) / whole if whole else 0.0
 
     @property
     def recordings(self) -> tuple[int, ...]:
-        """The most recordings that each worker keeps at a time.
+        """The most recordings that each worker keeps at once.
 
-        A recording is kept from the start of a forward pass to the end of its backward pass, or of the half that
-        computes weight gradients. Without backward passes nothing is recorded.
+        A recording lasts from the start of a forward pass to the end of its backward pass or weight half. Without
+        backward passes there are none.
         """
         if not self.schedule.trains:
             return (0,) * self.schedule.workers

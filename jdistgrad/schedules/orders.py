@@ -1,7 +1,7 @@
-"""The schedules of the literature, as functions of the number of workers and microbatches.
+"""The schedules of the literature: GPipe, 1F1B, interleaved, zero bubble H1 and V.
 
-GPipe (arXiv 1811.06965), 1F1B (2104.04473, section 2.2, with interleaving), zero bubble H1 (2401.10241, section 2.1)
-and V (2405.15362; 2401.10241, section 6). Pipelines fill (forward passes only), are steady (forward and backward passes
+GPipe is of arXiv 1811.06965, 1F1B of 2104.04473 (section 2.2, with interleaving), H1 of 2401.10241 (section 2.1) and V
+of 2405.15362 and 2401.10241 (section 6). Pipelines fill (forward passes only), are steady (forward and backward passes
 in turn) and drain (backward passes only).
 """
 
@@ -46,8 +46,8 @@ def interleaved(workers: int, microbatches: int, chunks: int) -> Schedule:
     orders = []
     for worker in range(workers):
         # To fill: a round through all chunks but the last. Then one forward pass for each worker after this one, while
-        # the first microbatch goes to the last worker and its cotangents come back; with several chunks two, so that
-        # workers wait less for messages. (1F1B has one: with two, a worker would keep more recordings.)
+        # the first microbatch goes to the last worker and its cotangents come back. With several chunks two, to hide
+        # messages; in plain 1F1B that would keep more recordings.
         ahead = (workers - 1 - worker) * min(chunks, 2) + (chunks - 1) * workers
         turns = _alternately(forwards, backwards, ahead)
         orders.append([(kind, chunk * workers + worker, batch) for kind, (chunk, batch) in turns])
@@ -55,10 +55,10 @@ def interleaved(workers: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def zero_bubble(workers: int, microbatches: int) -> Schedule:
-    """Return ZB-H1: 1F1B with the backward pass in halves. The weights' gradients fill a part of the bubble.
+    """Return ZB-H1: 1F1B with backward passes in halves, where weight gradients fill a part of the bubble.
 
-    Every worker keeps as many recordings as there are workers: worker ``w`` computes the gradients of the weights ``w``
-    microbatches later than those of the inputs.
+    Every worker keeps as many recordings as there are workers: worker ``w`` computes weight gradients ``w``
+    microbatches after input gradients.
     """
     _check(workers=workers, microbatches=microbatches)
     batches, orders = range(microbatches + workers), []
@@ -76,9 +76,9 @@ def zbv(workers: int, microbatches: int, costs: Costs | None = None) -> Schedule
     """Return the zero-bubble schedule of a V: worker ``w`` has the stages ``w`` and ``2 * workers - 1 - w``.
 
     Each worker keeps at most ``2 * workers`` recordings, of stages half as large as those of other schedules. Without
-    ``costs``, the order is that of equal costs, whose bubble is (p - 1) / (6m + p - 1) for p workers and m
-    microbatches, from m = 2p - 2 on. With ``costs``, and for fewer microbatches, it is this order or a greedy one,
-    whichever ends first.
+    ``costs``, the order is optimal for equal costs: its bubble is (p - 1) / (6m + p - 1) for p workers and m
+    microbatches, from m = 2p - 2 on. With ``costs``, or fewer microbatches, it is this order or a greedy one, whichever
+    ends first.
     """
     _check(workers=workers, microbatches=microbatches)
     orders = [_v_order(workers, worker, max(microbatches, 2 * workers - 1)) for worker in range(workers)]
@@ -94,7 +94,7 @@ def zbv(workers: int, microbatches: int, costs: Costs | None = None) -> Schedule
 def _v_order(workers: int, worker: int, microbatches: int) -> Iterator[tuple[Kind, int, int]]:
     """Yield a worker's actions, of its early stage (on the way down the V) and its late one (on the way up).
 
-    If all actions take the same time, a worker is never idle between its first action and its last.
+    With equal costs a worker is never idle between its first action and its last.
     """
     early, late, after = worker, 2 * workers - 1 - worker, workers - worker
     finish = ((F, late), (I, late), (W, late))
@@ -119,16 +119,16 @@ def forward_only(workers: int, microbatches: int, chunks: int = 1) -> Schedule:
 
 
 def _in_rounds(workers: int, microbatches: int, chunks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield chunk and microbatch: as many microbatches as there are workers through each chunk, then the next ones.
+    """Yield chunk and microbatch, in rounds of as many microbatches as workers through each chunk.
 
-    The last round is filled up: shorter ones would let workers wait for each other.
+    The last round is padded: in a shorter one, workers would wait for each other.
     """
     for first in range(0, microbatches, workers):
         yield from ((chunk, first + k) for chunk in chunks for k in range(workers))
 
 
 def _alternately(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> Iterator[tuple[Kind, T]]:
-    """Yield ``ahead`` forward passes (fill), then one forward, one backward in turn (steady), then the rest (drain)."""
+    """Yield ``ahead`` forward passes (fill), then forward and backward passes in turn (steady), then drain."""
     for step in range(len(forwards) + ahead):
         if step < len(forwards):
             yield F, forwards[step]
@@ -137,7 +137,7 @@ def _alternately(forwards: Sequence[T], backwards: Sequence[T], ahead: int) -> I
 
 
 def _schedule(placement: Sequence[int], orders: Iterable[Iterable[tuple[Kind, int, int]]], batches: int) -> Schedule:
-    """Return a schedule of the first microbatches: of a schedule of more, what is left is a schedule too."""
+    """Return the schedule of the first microbatches: the others can be left out of any schedule."""
     rows = (tuple(Action(*one) for one in order if one[2] < batches) for order in orders)
     return Schedule(tuple(placement), tuple(rows))
 
@@ -153,10 +153,8 @@ INPUT, FORWARD, WEIGHT, NOTHING = range(4)  # kinds of entries on the agenda: pl
 
 
 def greedy(workers: int, microbatches: int, costs: Costs) -> Schedule:
-    """Return a schedule in which each of the workers keeps at most ``2 * workers`` recordings.
+    """Return the order of a list scheduler, without look-ahead, with at most ``2 * workers`` recordings per worker."""
 
-    A list scheduler: whenever a worker is free, it takes what is ready, and does not look ahead.
-    """
     place = (*range(workers), *reversed(range(workers)))
     last, seconds = len(place) - 1, costs.of_stages(len(place))
     rows: list[list[Action]] = [[] for _ in range(workers)]
@@ -165,8 +163,7 @@ def greedy(workers: int, microbatches: int, costs: Costs) -> Schedule:
     agenda = [(0.0, FORWARD, 0, 0)]  # when something becomes ready or (NOTHING) a worker free
 
     def has_room(what: int, stage: int) -> bool:
-        # One recording is reserved for the worker's late stage: without it that stage could never begin, and none of
-        # the early stage's recordings would end.
+        # One recording is reserved for the late stage, without which the early stage's recordings would never end.
         early, late = sorted((stage, last - stage))
         room = alive[early] + alive[late] <= last and (stage == late or alive[early] < last)
         return what != FORWARD or room
@@ -194,7 +191,7 @@ def greedy(workers: int, microbatches: int, costs: Costs) -> Schedule:
 
 
 def _ready_after(what: int, batch: int, stage: int, last: int) -> Iterator[tuple[int, int, int]]:
-    """Yield what becomes ready by an action: kind, microbatch, stage."""
+    """Yield the actions that become ready after one: kind, microbatch, stage."""
     if what == INPUT:
         yield WEIGHT, batch, stage
     if what == FORWARD and stage == 0:

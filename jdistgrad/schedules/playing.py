@@ -1,7 +1,4 @@
-"""When each action of a schedule begins and ends, if every worker goes on as soon as it can.
-
-So it shows whether the schedule can be carried out: each action once, and no worker waits for ever. Pure functions.
-"""
+"""Simulate a schedule: when each action begins and ends, and whether the schedule is complete and ends at all."""
 
 import math
 from collections import Counter
@@ -20,16 +17,16 @@ SHOWN = 5  # actions named in an error
 def play(
     schedule: Schedule, sources: Sequence[Sequence[int]], costs: Costs
 ) -> tuple[list[list[Span]], dict[int, Result]]:
-    """Return the span of each worker's actions, and of each worker that cannot end the result it waits for.
+    """Return the spans of each worker's actions; and for each worker that never ends, the result that it waits for.
 
-    ``sources`` are the stages that each stage takes inputs from.
+    ``sources``: the input stages of each stage.
     """
     seconds, place, stages = costs.of_stages(schedule.stages), schedule.placement, range(schedule.stages)
     ends = {kind: [[NEVER] * schedule.microbatches for _ in stages] for kind in Kind}  # of results
 
     of = {OWN: [[stage] for stage in stages], SOURCES: sources}
     of[CONSUMERS] = [[later for later in stages if stage in sources[later]] for stage in stages]
-    needs = {  # when each result that an action of a stage needs ends, how long it is under way, and which it is
+    needs = {  # for each result that an action of a stage needs: when it ends, its latency, and which it is
         kind: [
             [
                 (ends[what][one], costs.message * (place[stage] != place[one]), what, one)
@@ -71,18 +68,17 @@ def check(schedule: Schedule, inputs: Inputs | None = None) -> None:
     """Check that a schedule is complete and ends, or raise ``ScheduleError``.
 
     Every stage must have one forward pass of each microbatch and, if the schedule trains, either one backward pass or
-    both its halves. No workers may wait for each other: the error names their actions.
+    both its halves. Workers must not deadlock: the error names their actions.
 
     Arguments:
       schedule: the schedule.
-      inputs: the earlier stages that a stage takes its inputs from, for the stages that do not take them from the stage
-        before alone: ``{3: (0, 2)}``.
+      inputs: the input stages of those stages that do not just take the result of the stage before: ``{3: (0, 2)}``.
     """
     played(schedule, inputs, Costs())
 
 
 def played(schedule: Schedule, inputs: Inputs | None, costs: Costs) -> list[list[Span]]:
-    """Return the start and the end of each worker's actions, of a schedule that is checked."""
+    """Check a schedule; return the start and the end of each worker's actions."""
     _check_complete(schedule)
     spans, stuck = play(schedule, sources_of(schedule.stages, inputs), costs)
     if stuck:
@@ -91,7 +87,7 @@ def played(schedule: Schedule, inputs: Inputs | None, costs: Costs) -> list[list
 
 
 def sources_of(stages: int, inputs: Inputs | None) -> list[tuple[int, ...]]:
-    """Return the stages that each stage takes inputs from: the one before it, unless ``inputs`` says otherwise."""
+    """Return the input stages of each stage: by default the one before it."""
     found: list[tuple[int, ...]] = [(stage - 1,) if stage else () for stage in range(stages)]
     for stage, sources in (inputs or {}).items():
         if stage not in range(stages):
@@ -122,7 +118,7 @@ def _check_complete(schedule: Schedule) -> None:
         if len(every) < len(done[part]):
             twice = named(part, [one for one, count in Counter(done[part]).items() if count > 1])
             raise ScheduleError(
-                f"Each action is done once, but {twice} stand more than once in the schedule. A backward pass is done "
+                f"Each action is done once, but {twice} are in the schedule more than once. A backward pass is done "
                 "whole (B) or in halves (I and W), not both."
             )
         if missing := set(range(schedule.stages * batches)) - every:
@@ -131,7 +127,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def _deadlock(schedule: Schedule, position: Sequence[int], stuck: Mapping[int, Result]) -> ScheduleError:
-    """Follow who waits for whom until a worker comes again: those from there on wait for each other."""
+    """Find the cycle of workers that wait for each other."""
     seen: list[int] = []
     worker = next(iter(stuck))
     while worker not in seen:

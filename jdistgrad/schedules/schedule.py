@@ -1,7 +1,7 @@
-"""Schedules as data: on which worker each stage is, and what each worker does, in order; and what actions cost.
+"""Schedules as data: the placement of stages, each worker's actions in order, and what actions cost.
 
-No send and no receive stands in a schedule: a message is named by stage, microbatch and direction, so that its order
-cannot be wrong.
+A schedule has no sends and receives: messages are named by stage, microbatch and direction, so their order cannot be
+wrong.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ class Kind(enum.Enum):
     """What an action computes; the values are PyTorch's letters.
 
     ``BACKWARD`` is the whole backward pass of a stage. ``INPUT`` and ``WEIGHT`` are its halves: the gradients of the
-    stage's inputs, which the stages before it wait for, and those of its parameters, which nobody waits for.
+    stage's inputs, for which the stages before it wait, and those of its parameters, for which no stage waits.
     """
 
     FORWARD = "F"
@@ -30,20 +30,20 @@ class Kind(enum.Enum):
 
     @property
     def words(self) -> str:
-        """The kind in words, as errors and pictures have it."""
+        """The kind in words, for errors and pictures."""
         return KINDS[self].words
 
     __hash__ = object.__hash__  # in C: Enum hashes by name, in Python, and actions are keys of large dictionaries
 
 
 class KindSpec(NamedTuple):
-    """What checks, forecasts, reports and pictures know of a kind of action.
+    """A kind of action, for checks, forecasts, reports and pictures.
 
     Arguments:
-      parts: the kinds that it does in one go, whose costs add up; other actions wait for the first of them.
+      parts: the kinds that it consists of, whose costs add up; other actions wait for the first of them.
       needs: whose results it waits for, and of which kind.
-      keeps: how many recordings more are kept after it.
-      lightness: of its colour; ``striped``: whether pictures stripe it.
+      keeps: the change in the number of recordings.
+      lightness, striped: its look in pictures.
     """
 
     words: str
@@ -54,7 +54,7 @@ class KindSpec(NamedTuple):
     striped: bool = False
 
 
-OWN, SOURCES, CONSUMERS = range(3)  # the stage itself; those that it takes inputs from; those that take its result
+OWN, SOURCES, CONSUMERS = range(3)  # the stage itself; its inputs' stages; the stages that take its result
 _F, _B, _I, _W = Kind
 KINDS = {
     _F: KindSpec("forward", (_F,), ((SOURCES, _F),), +1, 0.84),
@@ -77,7 +77,7 @@ class Action(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Schedule:
-    """A placement, and the actions of each worker in the order in which it carries them out.
+    """A placement, and the actions of each worker in order.
 
     Arguments:
       placement: the index of each stage's worker, in the order of the stages.
@@ -136,9 +136,9 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> "Schedule":
-        """Read a schedule from its text, or from a CSV file of PyTorch's: a line for each worker, also without actions.
+        """Read a schedule from its text, or from PyTorch's CSV: a line for each worker, also without actions.
 
-        Idle steps (empty cells) and PyTorch's communication (``SEND_F``, ``UNSHARD`` ...) are left out. An
+        Idle steps (empty cells) and PyTorch's communication (``SEND_F``, ``UNSHARD`` ...) are ignored. An
         ``OVERLAP_F_B`` is read as its parts, one after the other. A stage is placed on the worker that runs it.
         """
         lines = text.strip("\ufeff \t\r\n").splitlines()
@@ -148,9 +148,7 @@ class Schedule:
             for stage in {action.stage for action in row}:
                 if placement.setdefault(stage, worker) != worker:
                     both = f"{placement[stage]} and of worker {worker}"
-                    raise ScheduleError(
-                        f"Stage {stage} stands in the lines of worker {both}: a stage is on one worker."
-                    )
+                    raise ScheduleError(f"Stage {stage} is in the lines of worker {both}: a stage is on one worker.")
         for stage in range(len(placement)):
             if stage not in placement:
                 raise ScheduleError(f"No worker runs stage {stage}, but one runs stage {max(placement)}.")
@@ -190,8 +188,8 @@ class Costs:
     Arguments:
       forward, input, weight: of an action of that kind: a number, or one per stage.
       backward: the same; by default the sum of ``input`` and ``weight``.
-      action: what each action costs in addition.
-      message: how long a result is under way to another worker.
+      action: the overhead of each action.
+      message: the latency of a result to another worker.
     """
 
     forward: PerStage = 1.0
@@ -202,7 +200,7 @@ class Costs:
     message: float = 0.0
 
     def of_stages(self, stages: int) -> dict[Kind, list[float]]:
-        """Return the duration of each kind of action on each stage, with the cost of an action in it."""
+        """Return the duration of each kind of action on each stage, with its overhead."""
         action, _ = (_checked(name, getattr(self, name), ()) for name in ("action", "message"))
 
         def cost(kind: Kind) -> Any:
