@@ -74,7 +74,7 @@ class Share(ServedFunction):
         scope = current_scope()
         assert scope is not None
         here = scope.content(StepsHere)
-        share = ShareUnderWay(self, kept, given, waits or Waits(current_worker(), here.closed), scope)
+        share = RunningShare(self, kept, given, waits or Waits(current_worker(), here.closed), scope)
         here.shares.add(share)
         try:
             with serving(self.step, self.place):
@@ -84,7 +84,7 @@ class Share(ServedFunction):
 
 
 @dataclasses.dataclass(eq=False)
-class StageUnderWay:
+class RunningStage:
     """A stage in a step.
 
     Arguments:
@@ -105,14 +105,14 @@ class StageUnderWay:
     averaged: Future | None = None
 
 
-class ShareUnderWay:
+class RunningShare:
     """A running share."""
 
     def __init__(self, share: Share, part: Part, given: Given, waits: Waits, scope: Scope):
         self.step, self._place, self._part, self._given, self._waits = share.step, share.place, part, given, waits
         self._worker, self._scope, self._inbox = current_worker(), scope, scope.content(Inbox)
         self._averages: Averages | None = None
-        self._stages: dict[int, StageUnderWay] = {}
+        self._stages: dict[int, RunningStage] = {}
         self._results: list[Any] = [None] * (part.microbatches if part.last else 0)
         self._times: list[tuple[float, float, float, float]] = []
         self._alive = self._most = 0  # recordings
@@ -168,7 +168,7 @@ class ShareUnderWay:
             each = [tuple(map(has_gradient, jax.tree.leaves(value))) for value in values]
             trained = tuple(itertools.chain(*each)) if part.trains else False
             sources = [one for one in placed.inputs for _ in range(len(batch) if one == BATCH else 1)]
-            self._stages[number] = StageUnderWay(
+            self._stages[number] = RunningStage(
                 placed,
                 number,
                 jax.tree.unflatten(tree, values),
@@ -215,7 +215,7 @@ class ShareUnderWay:
             results = [one[1] for one in results if isinstance(one, tuple)]
         return Done(loss, results, times, self._most)
 
-    def _forward(self, stage: StageUnderWay, microbatch: int) -> None:
+    def _forward(self, stage: RunningStage, microbatch: int) -> None:
         placed = stage.placed
         parts, taken = [stage.parameters], {BATCH: self._batches[microbatch]}
         for source in placed.inputs:
@@ -236,7 +236,7 @@ class ShareUnderWay:
         else:
             self._results[microbatch] = recording.result
 
-    def _pull_inputs(self, stage: StageUnderWay, microbatch: int) -> None:
+    def _pull_inputs(self, stage: RunningStage, microbatch: int) -> None:
         placed = stage.placed
         if not placed.trained:
             return
@@ -255,7 +255,7 @@ class ShareUnderWay:
             if source in placed.trained_inputs:
                 self._push(COTANGENT, stage.number, source, microbatch, functools.reduce(plus, found[source]))
 
-    def _pull_parameters(self, stage: StageUnderWay, microbatch: int) -> None:
+    def _pull_parameters(self, stage: RunningStage, microbatch: int) -> None:
         self._alive -= 1
         if not stage.sum.add(microbatch, stage.recordings.pop(microbatch).pull_parameters()):
             return
@@ -264,7 +264,7 @@ class ShareUnderWay:
         else:
             self._contribute(stage, stage.sum.leaves)
 
-    def _contribute(self, stage: StageUnderWay, gradients: list[Any]) -> None:
+    def _contribute(self, stage: RunningStage, gradients: list[Any]) -> None:
         rest, place = iter(gradients), (*self._place, stage.number)
         for reference, count in zip(references_of(stage.placed.parameters), stage.counts, strict=True):
             contribution = Contribution(next_message(), (), [*itertools.islice(rest, count)], place)
