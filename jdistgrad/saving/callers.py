@@ -1,4 +1,4 @@
-"""The workers that call ``save`` or ``restore`` together: how they find each other, and agree after each stage.
+"""Workers that call ``save`` or ``restore`` together: they find each other, and agree after each stage.
 
 A program in which all ranks do the same, and one in which worker 0 drives and the others serve, call ``save`` in the
 same way: workers that have called ``shutdown`` only serve, and all others are waited for. All callers send a call to
@@ -44,13 +44,13 @@ _numbers = itertools.count()
 
 
 class Job:
-    """What one caller saves or restores, and with whom.
+    """A save or restore, on one caller.
 
     Attributes:
       what: the call, for messages.
-      callers: the ranks.
-      in_trees, leaves: the leaves of this caller's trees; and those of the optimizers too.
-      works: what owners do for each caller, by its rank.
+      callers: their ranks.
+      in_trees, leaves: the leaves of this caller's trees; with those of the optimizers.
+      works: the owners' work for each caller, by its rank.
     """
 
     def __init__(self, what: str, company: Company, trees: Any, optimizers: Any):

@@ -1,7 +1,4 @@
-"""A tree taken apart for a checkpoint: what each leaf is, and the place by which it will be found again.
-
-Marks in the tree say what differs from worker to worker, and what is divided among the workers, in slices.
-"""
+"""Flatten trees for checkpoints, in which leaves are found by their paths; mark trees that differ between workers."""
 
 import dataclasses
 import math
@@ -63,8 +60,8 @@ class Slice:
     """One worker's part of a flattened array.
 
     Attributes:
-      rank, count: its place in the group that divides the array, and how many these are.
-      group: the world ranks of the group; None: all workers that save together, whose places ``among`` gives.
+      rank, count: this worker's rank in the group that divides the array, and the group's size.
+      group: the world ranks of the group; None: all callers, whose ranks ``among`` sets.
     """
 
     part: Any
@@ -74,14 +71,14 @@ class Slice:
     group: tuple[int, ...] | None = None
 
     def among(self, callers: Sequence[int], rank: int) -> "Slice":
-        """Return the slice of a caller, now that they are known."""
+        """Set rank and count by the callers, if they are the group. Raises CheckpointError for a wrong shape."""
         mine = self
         if self.group is None:
             mine = dataclasses.replace(self, rank=callers.index(rank), count=len(callers))
         if jnp.shape(self.part) != (length := slice_length(self.shape, mine.count),):
             raise CheckpointError(
                 f"jd.sharded: a part has the shape {list(jnp.shape(self.part))}, expected [{length}], a slice of "
-                f"{list(self.shape)} for {mine.count} workers. It takes this worker's state of jd.shard_state, the "
+                f"{list(self.shape)} for {mine.count} workers. Pass this worker's state of jd.shard_state, the "
                 "parameters, and the collectives that shard_state was given."
             )
         return mine
@@ -92,7 +89,7 @@ WHOLE = RRef, RemoteGradient, DistributedOptimizer, per_worker, sharded, Slice
 
 @dataclasses.dataclass(frozen=True)
 class PlacedLeaf:
-    """A leaf at its place. ``own``: whether each worker has its own."""
+    """A leaf and its path. ``own``: whether each worker has its own."""
 
     place: str
     value: Any
@@ -100,17 +97,17 @@ class PlacedLeaf:
 
     @property
     def is_owned(self) -> bool:
-        """Whether owners write the leaf, not the caller."""
+        """Whether owners write the leaf, instead of the caller."""
         return isinstance(self.value, RRef | DistributedOptimizer)
 
     @property
     def given(self) -> Any:
-        """The leaf as it is in the tree."""
+        """The leaf without marks."""
         return self.value.part if isinstance(self.value, Slice) else self.value
 
 
 def leaves_of(tree: Any, place: str, *, own: bool = False) -> Iterator[PlacedLeaf]:
-    """Yield the leaves of a tree, below a place, with what the marks contain."""
+    """Yield the leaves of a tree, with those inside marks."""
     for path, value in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda node: isinstance(node, WHOLE))[0]:
         where = place + jax.tree_util.keystr(path)
         if isinstance(value, per_worker | sharded):
@@ -120,7 +117,7 @@ def leaves_of(tree: Any, place: str, *, own: bool = False) -> Iterator[PlacedLea
 
 
 def replaced(tree: Any, found: Iterator[Any]) -> Any:
-    """Return the tree without marks, and with other leaves, in the order of ``leaves_of``."""
+    """Return the tree without marks and with new leaves, in the order of ``leaves_of``."""
 
     def change(node: Any) -> Any:
         if isinstance(node, per_worker | sharded):
@@ -131,7 +128,7 @@ def replaced(tree: Any, found: Iterator[Any]) -> Any:
 
 
 def _content(mark: per_worker | sharded) -> Any:
-    """Return what a mark marks, with a ``Slice`` in place of each array that is divided."""
+    """Return the tree in a mark, with a ``Slice`` for each array that is divided."""
     if isinstance(mark, per_worker):
         return mark.tree
     ours, rank, count, group = mark.collectives, 0, 0, None
@@ -143,27 +140,13 @@ def _content(mark: per_worker | sharded) -> Any:
 
 
 def require_different(places: Iterable[str]) -> None:
-    """Raise CheckpointError if two leaves have the same place: a checkpoint would hold one of them."""
+    """Raise CheckpointError if two leaves have the same path: a checkpoint would hold one of them."""
     seen = set[str]()
     for place in places:
         if place in seen:
-            raise CheckpointError(
-                f"two leaves have the same place, {place}: keys that are spelled alike (repr). Spell them apart."
-            )
+            raise CheckpointError(f"two leaves have the same path, {place}, since their keys have the same repr")
         seen.add(place)
 
 
 def slice_length(shape: Sequence[int], count: int) -> int:
     return -(-math.prod(shape) // count)
-
-
-def pieces(one: Slice, before: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield what a new slice is made of, where as many divided the array before: each rank, the place, and what it had.
-
-    The places are those in the new slice and in the rank's old one.
-    """
-    new, old = slice_length(one.shape, one.count), slice_length(one.shape, before)
-    first, end = one.rank * new, min((one.rank + 1) * new, math.prod(one.shape))
-    for rank in range(first // old, -(-end // old)) if end > first else ():
-        low, high = max(first, rank * old), min(end, (rank + 1) * old)
-        yield rank, slice(low - first, high - first), slice(low - rank * old, high - rank * old)

@@ -28,10 +28,7 @@ from jdistgrad.wire.message import spell
 Part = dict[str, Any]
 
 Label = types.SimpleNamespace  # of a leaf of a state: the number of its value, and its path in it
-UNDIVIDED = "state[of "  # begins the names of a state of which optax cannot tell what belongs to which value
-
-
-# What a caller has.
+UNDIVIDED = "state[of "  # prefix of the leaves of a state that optax cannot divide by value
 
 
 class Work(NamedTuple):
@@ -62,7 +59,7 @@ Asked = list[tuple[str, Work]]  # of one owner: parts, and what they are
 
 
 def works_of(leaf: PlacedLeaf) -> Iterator[Work]:
-    """Yield what owners do for a leaf. Raises StaleReferenceError for one of another world, which may have its ids."""
+    """Yield the owners' work for a leaf. Raises StaleReferenceError for one of another world, whose ids may recur."""
     if isinstance(leaf.value, RRef):
         leaf.value._home(leaf.place)
         yield Work(leaf.value.owner.rank, leaf.place, leaf.own, leaf.value.id)
@@ -73,18 +70,15 @@ def works_of(leaf: PlacedLeaf) -> Iterator[Work]:
 
 
 def by_owner(parts: Iterable[tuple[str, Work]]) -> dict[int, Asked]:
-    """Return what to ask of each owner, once."""
+    """Return each owner's parts, without duplicates."""
     found: dict[int, Asked] = {}
     for part, work in dict.fromkeys(parts):
         found.setdefault(work.owner, []).append((part, work))
     return found
 
 
-# What an owner has.
-
-
 def _value_here(identifier: int) -> Any:
-    """Return a value that this worker owns, between calls that change it. Raises what the making of it raised."""
+    """Return a value that this worker owns, under its lock. Raises the error of its creation."""
     worker, owned = current_worker(), current_worker().references.owned
     with owned.lock(identifier):
         value = owned.value(identifier)
@@ -104,7 +98,7 @@ def _leaves_of_value(value: Any, place: str = "") -> Part:
 def _named_leaves(
     owned: OwnedParameters, values: Sequence[Any], state: Any, numbers: Sequence[int]
 ) -> tuple[Part, dict[str, int]]:
-    """Return the leaves of an optimizer on its owner by name; and of those that belong to one value, its number."""
+    """Return the leaves of an optimizer on its owner by name; and the value's number of those that belong to one."""
     found: Part = {}
     numbered: dict[str, int] = {}
     for number, value in zip(numbers, values, strict=True):
@@ -128,12 +122,10 @@ def _named_leaves(
 def _names_in(
     tx: optax.GradientTransformation, state: Any, values: Sequence[Any], numbers: Sequence[int]
 ) -> list[tuple[str, int | None]]:
-    """Return of each leaf of an owner's state, in JAX's order, its name, and the number of the value it belongs to.
-
-    The number is None for what belongs to all of the owner's values.
+    """Return the name of each leaf of an owner's state, and the number of its value; None if it belongs to all.
 
     Arguments:
-      values: the trees of the owner's values, without what is not optimized.
+      values: the trees of the owner's optimized values.
       numbers: their numbers in the optimizer.
     """
     labels = [
@@ -159,15 +151,12 @@ def _names_in(
     names = list[tuple[str, int | None]]()
     for path, label in found:
         if isinstance(label, Label):
-            before = path[: -len(label.path) - 1]  # then comes the value's place among the owner's
+            before = path[: -len(label.path) - 1]  # without the value's index on its owner
             spelled = f"state{jax.tree_util.keystr(before)}[{label.number}]{jax.tree_util.keystr(label.path)}"
             names.append((spelled, label.number))
         else:
             names.append((f"state{jax.tree_util.keystr(path)}", None))
     return names
-
-
-# Writing.
 
 
 def write(folder: str, asked: Asked, held: Mapping[str, Part]) -> dict[str, Any]:
@@ -188,7 +177,7 @@ def write(folder: str, asked: Asked, held: Mapping[str, Part]) -> dict[str, Any]
 
 
 def _taken(work: Work) -> tuple[Part, dict[str, Any]]:
-    """Return a part that this worker owns, and what else its entry in the manifest says."""
+    """Return a part that this worker owns, and more fields of its entry in the manifest."""
     value = _value_here(work.identifier)
     if work.share is None:
         return _leaves_of_value(value), {}
@@ -233,11 +222,8 @@ def _described(leaf: Any, where: str, arrays: files.Arrays) -> Description:
     return description | more
 
 
-# Putting back.
-
-
 def prepare(folder: str, asked: Asked) -> Callable[[], Any]:
-    """Read parts, and compare them with what they will replace. Return what puts them back; changes nothing before."""
+    """Read parts and compare them with the values to replace. Return a function that replaces them."""
     reader = Reader(folder)
     ready = [(_prepared_value if work.share is None else _prepared_share)(reader, part, work) for part, work in asked]
     return lambda: [put_back() for put_back in ready]
@@ -256,7 +242,7 @@ def _prepared_value(reader: Reader, part: str, work: Work) -> Callable[[], None]
 
 
 def _prepared_share(reader: Reader, part: str, work: Work) -> Callable[[], None]:
-    """Prepare the values and the state of an optimizer on this owner, whoever had them before."""
+    """Prepare the values and the state of an optimizer on this owner, from all owners' parts."""
     owned: OwnedParameters = _value_here(work.identifier)
     values, state = owned.state()
     known, _ = _named_leaves(owned, values, state, work.numbers)
@@ -267,7 +253,7 @@ def _prepared_share(reader: Reader, part: str, work: Work) -> Callable[[], None]
             then.append(entry["numbers"])
             numbered, there = entry["of_number"], reader.part(name)
             saved |= {place: one for place, one in there.items() if numbered.get(place) in work.numbers}
-            if work.numbers[0] in entry["numbers"]:  # what belonged to all of an owner's values
+            if work.numbers[0] in entry["numbers"]:  # leaves of all of an owner's values
                 saved |= {place: one for place, one in there.items() if place not in numbered}
     is_undivided = any(name.startswith(UNDIVIDED) for name in known)
     if is_undivided and then and list(work.numbers) not in then:

@@ -1,5 +1,6 @@
-"""The parts of a complete checkpoint, and in them the leaves of each caller, compared before they are used."""
+"""Read the parts of a checkpoint, and find each caller's leaves, compared before they replace others."""
 
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from jdistgrad.optim.owner import first_difference
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, saved_leaves
-from jdistgrad.saving.marks import PlacedLeaf, Slice, pieces
+from jdistgrad.saving.marks import PlacedLeaf, Slice
 from jdistgrad.saving.saved_leaves import Description
 
 SHARED = "shared"
@@ -20,7 +21,6 @@ Predecessors = Mapping[int, int | None]  # by caller: see predecessors()
 
 
 def own_part(rank: int) -> str:
-    """Return the name of the part that a caller holds for itself."""
     return f"own@{rank}"
 
 
@@ -31,8 +31,8 @@ class Reader:
         self.folder = pathlib.Path(folder)
         if not self.folder.is_dir():
             raise CheckpointError(
-                f"restore: {current_worker().info} does not see {folder}, which another worker has found. Restore from "
-                "a disk that all workers see. Nothing was restored on any worker."
+                f"restore: {current_worker().info} does not see {folder}, but another worker does. Restore from a disk "
+                "that all workers see. Nothing was restored on any worker."
             )
         self.manifest = files.read_manifest(self.folder)
         self.parts: dict[str, Any] = self.manifest["parts"]
@@ -83,7 +83,7 @@ def predecessors(callers: Sequence[int], size: int, manifest: Mapping[str, Any])
 
 
 def held_leaves(reader: Reader, leaves: Sequence[PlacedLeaf], of_callers: Predecessors) -> dict[str, Any]:
-    """Return what was saved of the leaves that this caller holds, by place."""
+    """Return the saved leaves of this caller's trees, by place."""
     rank, held = current_worker().rank, [leaf for leaf in leaves if not leaf.is_owned]
     was = of_callers[rank]
     found = reader.fitting(reader.part(SHARED), {leaf.place: leaf.value for leaf in held if not leaf.own})
@@ -102,23 +102,25 @@ def _slice(reader: Reader, place: str, ours: Slice, of_callers: Predecessors) ->
     by_rank = {one["slice"]["rank"]: one for one in _slices_of_group(reader, place, ours, of_callers)}
     expected = saved_leaves.described(ours.part, place)
     one = next(iter(by_rank.values()), None)
-    found = "missing" if one is None else f"{one['dtype']}{one['slice']['shape']}"
+    saved = "missing" if one is None else f"{one['dtype']}{one['slice']['shape']}"
     wanted = f"{expected['dtype']}{list(ours.shape)}"
-    if one is None or found != wanted or len(by_rank) != one["slice"]["count"]:
+    if one is None or saved != wanted or len(by_rank) != one["slice"]["count"]:
         raise CheckpointError(
-            f"restore of {reader.folder}: the slices of {place} are {found}, in {len(by_rank)} parts; expected "
+            f"restore of {reader.folder}: the slices of {place} are {saved}, in {len(by_rank)} parts; expected "
             f"{wanted}. Nothing was restored on any worker."
         )
-    needed = {rank: (to, of) for rank, to, of in pieces(ours, len(by_rank))}
-    data = reader.data({rank: by_rank[rank] for rank in needed})
-    made = np.zeros(ours.part.shape, saved_leaves.named_dtype(expected["dtype"]))
-    for rank, (to, of) in needed.items():
-        made[to] = saved_leaves.host(made.dtype, tuple(by_rank[rank]["shape"]), data[rank])[of]
-    return saved_leaves.rebuilt({**expected, "kind": one["kind"]}, made, ours.part)
+    count, size = len(by_rank), ours.part.shape[0]
+    ranks = [ours.rank] if count == ours.count else range(count)
+    data, dtype = reader.data({rank: by_rank[rank] for rank in ranks}), saved_leaves.named_dtype(expected["dtype"])
+    found = [saved_leaves.host(dtype, tuple(by_rank[rank]["shape"]), data[rank]) for rank in ranks]
+    if count != ours.count:
+        whole = np.concatenate(found)[: math.prod(ours.shape)][ours.rank * size :][:size]
+        found = [np.concatenate([whole, np.zeros(size - len(whole), dtype)])]  # the last slices are padded
+    return saved_leaves.rebuilt({**expected, "kind": one["kind"]}, found[0], ours.part)
 
 
 def _slices_of_group(reader: Reader, place: str, ours: Slice, of_callers: Predecessors) -> list[Description]:
-    """Return the slices that one group saved: that of the predecessor of the first of our group."""
+    """Return the slices of one group: the one in which the predecessor of our group's first worker was."""
     before: list[int] = reader.manifest["workers"]
     found = [one for rank in before if "slice" in (one := reader.part(own_part(rank)).get(place, {}))]
     group_of = [tuple(one["slice"].get("group") or before) for one in found]

@@ -1,6 +1,6 @@
-"""The description of a saved leaf, and the leaf made again, bit for bit: pure functions.
+"""Describe leaves in JSON, and rebuild them bit for bit.
 
-A description is a dict that JSON can hold. Arrays are described without their data; all else is in the description.
+The data of arrays are in other files; other leaves are in their descriptions.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ def described(leaf: Any, where: str) -> Description:
         return {"kind": "weak" if spec.weak else kind, "dtype": spec.impl or spec.dtype.name, "shape": list(spec.shape)}
     if isinstance(leaf, np.ndarray | np.generic):
         if leaf.dtype.kind not in "biufc" and not _is_extension(leaf.dtype):
-            raise CheckpointError(f"{where} is {leaf.dtype}{list(leaf.shape)}, which files cannot hold: save numbers")
+            raise CheckpointError(f"{where} is {leaf.dtype}{list(leaf.shape)}, which cannot be saved: save numbers")
         kind = "numpy" if isinstance(leaf, np.ndarray) else "scalar"
         return {"kind": kind, "dtype": leaf.dtype.name, "shape": list(leaf.shape)}
     name = type(leaf).__name__
@@ -56,19 +56,19 @@ def described(leaf: Any, where: str) -> Description:
     if callable(leaf):
         return {"kind": "function"}
     raise CheckpointError(
-        f"{where} is a {name}, which cannot be saved. Arrays, random keys, numbers and strings can, and references to "
-        "trees of them; functions stay as they are. Register the class as a pytree, or leave it out."
+        f"{where} is a {name}, which cannot be saved. Arrays, random keys, numbers, strings and references to trees of "
+        "them can; functions stay as they are. Register the class as a pytree, or leave it out."
     )
 
 
 def check_function(leaf: Any, where: str) -> None:
-    """Raise CheckpointError for what counts as a function, since it can be called, but holds arrays of its own."""
+    """Raise CheckpointError for a callable object that holds arrays."""
     waiting, seen = [leaf], dict[int, Any]()
     while waiting:
         for one in trees.leaves_once(waiting.pop()):
             if isinstance(one, jax.Array | np.ndarray):
                 raise CheckpointError(
-                    f"{where} is a {type(leaf).__name__}, which can be called as functions can but holds arrays, which "
+                    f"{where} is a {type(leaf).__name__}, which can be called like a function but holds arrays, which "
                     "would not be saved. Register the class as a pytree, or leave it out."
                 )
             is_users = type(one).__module__.partition(".")[0] not in ALIKE  # an object of a user's class
@@ -78,18 +78,18 @@ def check_function(leaf: Any, where: str) -> None:
 
 
 def data(leaf: Any) -> np.ndarray | None:
-    """Return the data of a leaf as files hold it; None where there is none to hold."""
+    """Return a leaf's data for the files; None if it has none."""
     leaf = plain(leaf)
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or leaf.size == 0:
         return None
     host = np.asarray(leaf)
-    if _is_extension(host.dtype) and host.dtype.name != "bfloat16":  # files cannot hold all of them
+    if _is_extension(host.dtype) and host.dtype.name != "bfloat16":  # orbax cannot write all of them
         return np.ascontiguousarray(host).reshape(-1).view(np.uint8)
     return host
 
 
 def rebuilt(description: Mapping[str, Any], stored: np.ndarray | None, like: Any) -> Any:
-    """Return the leaf that was saved; ``like`` is the one in whose place it comes, on whose devices it will be."""
+    """Return the saved leaf, on the devices of ``like``, the leaf that it replaces."""
     kind = description["kind"]
     if kind == "function":
         return like
@@ -110,7 +110,7 @@ def rebuilt(description: Mapping[str, Any], stored: np.ndarray | None, like: Any
 
 
 def _placed(found: Any, like: Any) -> jax.Array:
-    """Return the array where another one is; committed to these devices if that one is."""
+    """Put an array on the devices of another one, committed to them if that one is."""
     if not isinstance(like, jax.Array) or not like.is_fully_addressable:
         return jnp.array(found)
     if like.committed:
@@ -120,7 +120,7 @@ def _placed(found: Any, like: Any) -> jax.Array:
 
 
 def host(dtype: np.dtype, shape: tuple[int, ...], stored: np.ndarray | None) -> np.ndarray:
-    """Return the array of which files hold this data."""
+    """Return the array with this data."""
     if stored is None:
         return np.zeros(shape, dtype)
     return np.array(stored if stored.dtype == dtype else stored.view(dtype).reshape(shape))
@@ -132,7 +132,7 @@ def _is_extension(dtype: np.dtype) -> bool:
 
 
 def fits(saved: Description, expected: Description) -> bool:
-    """Return whether a saved leaf may take the place of another. A number may have become an array, and the reverse."""
+    """Return whether a saved leaf may replace another. A number may replace a scalar array, and the reverse."""
     kinds = saved["kind"], expected["kind"]
     if any(kind in NUMBERS for kind in kinds):
         each = saved, expected
