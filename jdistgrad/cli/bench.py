@@ -1,7 +1,6 @@
 """`jdistgrad bench`: time calls, gradients and reductions on this machine, next to a reference."""
 
 import json
-import math
 import statistics
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from jdistgrad.errors import LauncherError
 
 Times = dict[str, float]
 
-SECONDS = 0.4  # for each measurement
 MARK = "jdistgrad bench: "  # before the numbers, among what mpirun prints
 
 
@@ -49,17 +47,14 @@ def loss_fn(a: Any, b: Any, to: int) -> Any:
     return jnp.sum(jd.rpc_sync(to, add, args=(a, b)) * b)
 
 
-def median(action: Callable[[], Any], runs: float = math.inf) -> float:
-    """Return the median seconds of an action, after three warm-up runs, in ``runs`` runs or in SECONDS."""
-    for _ in range(3):
-        action()
+def median(action: Callable[[], Any], runs: int = 100) -> float:
+    """Return the median seconds of an action, after three warm-up runs."""
     taken: list[float] = []
-    end = time.perf_counter() + SECONDS if runs == math.inf else math.inf
-    while not taken or (time.perf_counter() < end and len(taken) < runs):
+    for _ in range(3 + runs):
         start = time.perf_counter()
         action()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken)
+    return statistics.median(taken[3:])
 
 
 def calls(to: int) -> Times:
