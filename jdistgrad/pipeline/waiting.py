@@ -7,7 +7,7 @@ import math
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from jdistgrad.collectives.host import InTurn
@@ -83,36 +83,37 @@ class Averages:
 
     def __init__(self, by: Mapping[int, DataParallel], turns: InTurn):
         self._by, self._left, self._failed = by, len(by), False
-        self._gradients: dict[int, list[Any]] = {}
-        self._come: dict[int, Future] = {stage: Future() for stage in by}  # cancelled: they will not come
+        self._gradients: dict[int, Future] = {stage: Future() for stage in by}  # cancelled: they will not come
         self._averaged = collections.deque[DataParallel]()
         self._promises = {stage: turns.submit(self._average, stage) for stage in by}
 
     def begin(self, stage: int, gradients: list[Any]) -> Future:
-        self._gradients[stage] = gradients
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # it has been abandoned
-            self._come[stage].set_result(None)
+        with contextlib.suppress(concurrent.futures.InvalidStateError, KeyError):  # it has been abandoned
+            self._gradients[stage].set_result(gradients)
         return self._promises.pop(stage)
 
     def _average(self, stage: int) -> Any:
         by = self._by[stage]
         try:
-            self._come[stage].result()
+            gradients = self._gradients[stage].result()
         except concurrent.futures.CancelledError:
             with contextlib.suppress(Exception):  # the step raises its own error
                 by.abandon()
             raise ContextError("the context was closed before the stage's gradients were averaged") from None
-        averages = by.average(self._gradients.pop(stage))
+        finally:
+            self._gradients.pop(stage)
+        averages = by.average(gradients)
         self._left -= 1
         self._averaged.append(by)
         if self._failed:
             self.fail()
         return averages
 
-    def abandon(self, stages: Iterable[int]) -> None:
+    def abandon(self, stages: Container[int]) -> None:
         """Fail the replicas' averages of stages that will not come: they would be paired with the next step's."""
-        for stage in self._by.keys() & set(stages):
-            self._come[stage].cancel()
+        for stage, gradients in self._gradients.copy().items():
+            if stage in stages:
+                gradients.cancel()
 
     def fail(self) -> None:
         """Abandon all stages. Where replicas have averaged already, their next step fails."""
