@@ -75,7 +75,7 @@ class Slice:
         mine = self
         if self.group is None:
             mine = dataclasses.replace(self, rank=callers.index(rank), count=len(callers))
-        if jnp.shape(self.part) != (length := slice_length(self.shape, mine.count),):
+        if jnp.shape(self.part) != (length := -(-math.prod(self.shape) // mine.count),):
             raise CheckpointError(
                 f"jd.sharded: a part has the shape {list(jnp.shape(self.part))}, expected [{length}], a slice of "
                 f"{list(self.shape)} for {mine.count} workers. Pass this worker's state of jd.shard_state, the "
@@ -146,7 +146,3 @@ def require_different(places: Iterable[str]) -> None:
         if place in seen:
             raise CheckpointError(f"two leaves have the same path, {place}, since their keys have the same repr")
         seen.add(place)
-
-
-def slice_length(shape: Sequence[int], count: int) -> int:
-    return -(-math.prod(shape) // count)
