@@ -178,10 +178,13 @@ def together(
     chosen = None if workers is None else tuple(sorted({int(rank) for rank in workers}))
     if chosen is not None and me.rank not in chosen:
         raise CheckpointError(f"{what} on {me.info}: workers={list(chosen)} does not name this worker")
-    # Two calls of one worker at the coordinator would be a disagreement, so a call waits for that of another thread.
-    alone: threading.Lock = me.kept.setdefault(f"saves in {folder}", threading.Lock())
-    with alone, within(None):  # the calls belong to no context
-        job = Job(what, meet(what, next(_numbers), chosen), trees, optimizers)
+    # Threads of one worker take turns: in a folder, and at the coordinator, which knows one call of each worker.
+    in_folder: threading.Lock = me.kept.setdefault(f"saves in {folder}", threading.Lock())
+    at_coordinator: threading.Lock = me.kept.setdefault(f"callers {chosen}", threading.Lock())
+    with in_folder, within(None):  # the calls belong to no context
+        with at_coordinator:
+            company = meet(what, next(_numbers), chosen)
+        job = Job(what, company, trees, optimizers)
         try:
             job.compare()
             yield job

@@ -691,3 +691,13 @@ def test_some_workers_save_and_a_context_is_open(tmp_path):
     jd.spawn(main, 3)
     manifest = json.loads((tmp_path / "3" / "manifest.json").read_text())
     assert manifest["workers"] == [1]
+
+
+def test_threads_of_a_driver_save_in_two_folders_at_once(tmp_path):
+    with jd.local_workers(3):
+        there, errors = jd.remote(1, make_params, args=(3,)), list[BaseException]()
+        threads = [in_thread(errors, tmp_path / name, 1, there) for name in "abcd"]
+        for one in threads:
+            one.join()
+        assert not errors
+        assert all((tmp_path / name / "1" / "manifest.json").exists() for name in "abcd")
