@@ -221,7 +221,7 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, operation: Operati
             first[k] = jnp.moveaxis(operands[k], dim, 0)
         elif k in spread:
             first[k] = jnp.broadcast_to(operands[k], (size, *jnp.shape(operands[k])))
-    outputs = evaluate(batch, first)
+    outputs = (evaluate if _new.get() is operation else bind)(batch, first)
     return outputs, [None if k in plain else 0 for k in range(len(outputs))]
 
 
