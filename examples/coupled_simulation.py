@@ -74,8 +74,8 @@ def simulate(water, air_worker="air", sea_worker="sea"):
     temperature, measured = jnp.float32(4.0), []
     for _ in range(EXCHANGES):
         heat = TRANSFER * (temperature - water[0])
-        warmed = jd.rpc_async(sea_worker, sea, args=(water, heat))
-        cooled = jd.rpc_async(air_worker, air, args=(temperature, heat))
+        warmed = jd.on(sea_worker, sea).start(water, heat)
+        cooled = jd.on(air_worker, air).start(temperature, heat)
         water, temperature = warmed.result(), cooled.result()
         measured.append(temperature)
     return jnp.stack(measured)

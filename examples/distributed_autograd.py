@@ -17,7 +17,7 @@ def my_add(t1, t2):
 
 
 def loss_fn(t1, t2, t4, to):
-    t3 = jd.rpc_sync(to, my_add, args=(t1, t2))
+    t3 = jd.on(to, my_add)(t1, t2)
     t5 = t3 * t4
     return t5.sum()
 

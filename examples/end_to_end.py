@@ -25,7 +25,7 @@ def loss_fn(rref1, rref2):
 
 def train(to, seeds):
     """Return the loss before each step, and both matrices after the last step."""
-    rref1, rref2 = (jd.remote(to, random_tensor, args=(seed,)) for seed in seeds)
+    rref1, rref2 = (jd.on(to, random_tensor).keep(seed) for seed in seeds)
     optimizer = jd.DistributedOptimizer(optax.sgd(RATE), [rref1, rref2])
     losses = []
     for _ in range(STEPS):

@@ -31,7 +31,7 @@ def largest_singular_value(blocks):
     v = jnp.ones(COLUMNS) / jnp.sqrt(COLUMNS)
     for _ in track(range(ROUNDS), description="power iteration"):
         # A block arrives as its value, on the worker that owns it: only v travels.
-        parts = [jd.rpc_async(block.owner, block_product, args=(block, v)) for block in blocks]
+        parts = [jd.on(block.owner, block_product).start(block, v) for block in blocks]
         product = sum(part.result() for part in parts)
         value = jnp.linalg.norm(product)
         v = product / value
@@ -41,7 +41,7 @@ def largest_singular_value(blocks):
 def main():
     me = jd.init()
     if me.rank == 0:
-        blocks = [jd.remote(rank, make_block, args=(rank,)) for rank in range(jd.world_size())]
+        blocks = [jd.on(rank, make_block).keep(rank) for rank in range(jd.world_size())]
         found = largest_singular_value(blocks)
         whole = jnp.concatenate([block.to_here() for block in blocks])
         exact = jnp.linalg.svd(whole, compute_uv=False)[0]

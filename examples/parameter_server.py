@@ -93,7 +93,7 @@ def serve():
     params, board = jd.RRef(init_params(0)), jd.RRef(Board(len(trainers)))
     optimizer = jd.DistributedOptimizer(optax.adam(RATE), [params])
     shared = jd.by_reference(params), optimizer, jd.by_reference(board)
-    runs = [jd.rpc_async(one, train, args=(*shared, k, len(trainers))) for k, one in enumerate(trainers)]
+    runs = [jd.on(one, train).start(*shared, k, len(trainers)) for k, one in enumerate(trainers)]
     for run in runs:
         run.result()
     board.local_value().close()

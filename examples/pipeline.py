@@ -71,7 +71,7 @@ def train(schedule):
     """Return the loss of each step, the report of the last step, and the part of the digits that is read correctly."""
     from data_parallel import batch, digits
 
-    params = [jd.remote(stage % jd.world_size(), init_params, args=(stage,)) for stage in range(STAGES)]
+    params = [jd.on(stage % jd.world_size(), init_params).keep(stage) for stage in range(STAGES)]
     pipeline = jd.Pipeline(list(zip(FUNCTIONS, params, strict=True)), schedule, loss=cross_entropy)
     optimizer = jd.DistributedOptimizer(optax.adam(RATE), params)
     losses = []

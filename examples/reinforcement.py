@@ -66,7 +66,7 @@ def observe(policy, keys):
 
 def loss_fn(policy, keys, observers):
     """Let all observers play at once, each with keys of its own. Return the mean loss and the mean length."""
-    played = [jd.rpc_async(one, observe, args=(policy, part)) for one, part in zip(observers, keys, strict=True)]
+    played = [jd.on(one, observe).start(policy, part) for one, part in zip(observers, keys, strict=True)]
     losses, lengths = zip(*(one.result() for one in played), strict=True)
     return sum(losses) / len(losses), sum(lengths) / len(lengths)
 

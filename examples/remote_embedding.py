@@ -43,7 +43,7 @@ def classify(features, dense, labels):
 
 
 def loss_fn(table, dense, words, labels):
-    features = jd.rpc_sync(table.owner, lookup, args=(table, words))
+    features = jd.on(table.owner, lookup)(table, words)
     return classify(features, dense.to_here(), labels)
 
 
@@ -86,8 +86,8 @@ def train_serially(trainers):
 def learn():
     """Make the table on the server and let the trainers run; worker 0 calls this."""
     trainers = list(range(max(1, jd.world_size() - 1)))
-    table = jd.remote(jd.world_size() - 1, make_table)
-    running = [jd.rpc_async(to, train, args=(jd.by_reference(table), trainers), timeout=120) for to in trainers]
+    table = jd.on(jd.world_size() - 1, make_table).keep()
+    running = [jd.on(to, train, timeout=120).start(jd.by_reference(table), trainers) for to in trainers]
     losses, dense = running[0].result()
     for other in running:
         other.result()

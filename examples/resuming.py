@@ -32,7 +32,7 @@ def encode(encoder, x):
 
 
 def loss_fn(head, encoder, key, x, y):
-    features = jd.rpc_sync(encoder.owner, encode, args=(encoder, x))
+    features = jd.on(encoder.owner, encode)(encoder, x)
     kept = jax.random.bernoulli(key, 0.9, features.shape)
     return jnp.mean((jnp.where(kept, features / 0.9, 0) @ head["w"] + head["b"] - y) ** 2)
 
@@ -46,7 +46,7 @@ def batch(rank, step):
 def train(folder, steps=STEPS, watch=lambda step, loss: None):
     """Train from the last checkpoint on. Return the head, this rank's encoder, and how many steps were left to do."""
     me, dp, tx = jd.worker_info(), jd.DataParallel(), optax.adam(1e-2)
-    encoder = jd.remote((me.rank + 1) % jd.world_size(), init_encoder, args=(me.rank,))
+    encoder = jd.on((me.rank + 1) % jd.world_size(), init_encoder).keep(me.rank)
     mine = jd.DistributedOptimizer(tx, [encoder])
     optimizer = jd.per_worker(mine)
     head = {"w": jnp.zeros((WIDTH, 1)), "b": jnp.zeros(1)}

@@ -111,7 +111,7 @@ def test_a_call_that_waits_for_another_program_on_several_devices(big_world):
     def program(x):
         return jd.rpc_sync(rank(1), on_four_devices, args=(x,), timeout=0.3) * 2
 
-    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="one program on several devices of a process"):
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="one multi-device program of a process"):
         jax.block_until_ready(jax.jit(program)(divided(X)))
     # A later call has all the time that it needs.
     expected = np.sin(X).sum() * X
