@@ -30,6 +30,14 @@ def _offered() -> dict[str, Any]:
     return found | exports["_on_demand"]
 
 
+# What ``dir(jd)`` and completion show. The other names are PyTorch's, classes of results, and errors.
+_SHOWN = [
+    "DataParallel", "DistributedOptimizer", "Pipeline", "RRef", "RemoteFunction", "RemoteModule", "barrier",
+    "by_reference", "collectives", "context", "get", "grad", "hooks", "init", "jit", "local_sgd", "local_workers", "on",
+    "pipeline", "put", "rank", "restore", "save", "shard_state", "shutdown", "spawn", "tree_map", "value_and_grad",
+    "worker_info", "world_size",
+]  # fmt: skip
+
 _ELSEWHERE = {  # what PyTorch and Horovod call it: what it is called here
     "DDP": "DataParallel",
     "DistributedDataParallel": "DataParallel",
@@ -77,4 +85,4 @@ if not TYPE_CHECKING:  # checkers would believe that every name exists
 
 
 def __dir__() -> list[str]:
-    return [*(name for name in globals() if name.startswith("__")), *_offered()]
+    return [*(name for name in globals() if name.startswith("__")), *_SHOWN]

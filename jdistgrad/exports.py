@@ -46,7 +46,7 @@ from jdistgrad.rpc.directory import WorkerInfo as WorkerInfo
 from jdistgrad.rpc.functions import register as register
 from jdistgrad.rpc.leaving import shutdown as shutdown
 from jdistgrad.rpc.local_workers import LocalWorkers as LocalWorkers, local_workers as local_workers, spawn as spawn
-from jdistgrad.rpc.on import on as on
+from jdistgrad.rpc.on import on as on, put as put
 from jdistgrad.rpc.rref import RRef as RRef, by_reference as by_reference
 from jdistgrad.rpc.worlds import (
     init as init,

@@ -48,7 +48,6 @@ MISTAKES = {
         jd.map(double, [1, 2, 3], workers=[])
     """,
     "References": """
-        reference.shape
         reference.apply(x)
         reference + 1
         1 - reference
@@ -56,7 +55,6 @@ MISTAKES = {
         np.ones(3) * reference
         -reference
         reference < 1
-        reference["w"]
         float(reference)
         len(reference)
         np.asarray(reference)

@@ -103,7 +103,12 @@ jax.tree_util.register_pytree_node(
 
 @overload
 def value_and_grad(
-    fun: Callable[P, tuple[V, A]], argnums: int | Sequence[int] = 0, *, has_aux: Literal[True]
+    fun: Callable[P, tuple[V, A]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Callable[P, tuple[tuple[V, A], Any]]: ...
 
 
@@ -112,6 +117,8 @@ def value_and_grad(
     fun: Callable[P, V],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,  # noqa: FBT002 as in jax.value_and_grad
+    holomorphic: bool = False,  # noqa: FBT001, FBT002
+    allow_int: bool = False,  # noqa: FBT001, FBT002
 ) -> Callable[P, tuple[V, Any]]: ...
 
 
@@ -119,6 +126,8 @@ def value_and_grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,  # noqa: FBT001, FBT002 as in jax.value_and_grad
+    holomorphic: bool = False,  # noqa: FBT001, FBT002
+    allow_int: bool = False,  # noqa: FBT001, FBT002
 ) -> Callable[..., Any]:
     """Return a function like that of ``jax.value_and_grad``, for functions that call other workers.
 
@@ -131,6 +140,7 @@ def value_and_grad(
         auxiliary data of any kind.
       argnums: which arguments to differentiate.
       has_aux: whether ``fun`` returns such a pair.
+      holomorphic, allow_int: as for ``jax.value_and_grad``.
 
     Raises:
       DifferentiationError: ``fun`` returned a reference, or something that is not a float scalar.
@@ -144,14 +154,18 @@ def value_and_grad(
     @functools.wraps(fun)
     def rooted(*args: Any, **kwargs: Any) -> Any:
         result = fun(*args, **kwargs)
+        if holomorphic:
+            return result  # JAX requires a complex scalar
         if has_aux and isinstance(result, tuple) and len(result) == 2:
             return _scalar(result[0]), result[1]
         return result if has_aux else _scalar(result)  # JAX refuses what is no pair
 
+    transformed = jax.value_and_grad(rooted, argnums, has_aux, holomorphic, allow_int)
+
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:
         with some_context() as lease:
-            value, gradients = jax.value_and_grad(rooted, argnums, has_aux)(*args, **kwargs)
+            value, gradients = transformed(*args, **kwargs)
             return value, _with_remote(gradients, lease)
 
     return differentiated
@@ -159,7 +173,12 @@ def value_and_grad(
 
 @overload
 def grad(
-    fun: Callable[P, tuple[Any, A]], argnums: int | Sequence[int] = 0, *, has_aux: Literal[True]
+    fun: Callable[P, tuple[Any, A]],
+    argnums: int | Sequence[int] = 0,
+    *,
+    has_aux: Literal[True],
+    holomorphic: bool = False,
+    allow_int: bool = False,
 ) -> Callable[P, tuple[Any, A]]: ...
 
 
@@ -168,6 +187,8 @@ def grad(
     fun: Callable[P, Any],
     argnums: int | Sequence[int] = 0,
     has_aux: Literal[False] = False,  # noqa: FBT002 as in jax.grad
+    holomorphic: bool = False,  # noqa: FBT001, FBT002
+    allow_int: bool = False,  # noqa: FBT001, FBT002
 ) -> Callable[P, Any]: ...
 
 
@@ -175,13 +196,15 @@ def grad(
     fun: Callable[..., Any],
     argnums: int | Sequence[int] = 0,
     has_aux: bool = False,  # noqa: FBT001, FBT002 as in jax.grad
+    holomorphic: bool = False,  # noqa: FBT001, FBT002
+    allow_int: bool = False,  # noqa: FBT001, FBT002
 ) -> Callable[..., Any]:
     """Return a function like that of ``jax.grad``, for functions that call other workers. See ``value_and_grad``.
 
     Example:
       >>> gradient = jd.grad(loss_fn)(params)
     """
-    both: Callable[..., Any] = value_and_grad(fun, argnums, has_aux)  # type: ignore[call-overload]
+    both: Callable[..., Any] = value_and_grad(fun, argnums, has_aux, holomorphic, allow_int)  # type: ignore[call-overload]
 
     @functools.wraps(fun)
     def differentiated(*args: Any, **kwargs: Any) -> Any:

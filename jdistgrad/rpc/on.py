@@ -61,6 +61,24 @@ class OnWorker(Generic[P, R]):
         return f"on({self.workers!r}, {describe(self.function)})"
 
 
+def put(worker: AnyWorker | Iterable[AnyWorker] | None, value: Any) -> Any:
+    """Send a value to a worker, which keeps it, and return a reference to it: as ``jax.device_put`` for devices.
+
+    Arguments:
+      worker: as for ``on``; for several workers the result is a list of references.
+      value: any pytree; the value of a reference in it comes from its owner, not through this worker.
+
+    Example:
+      >>> params = jd.put(1, {"w": jnp.ones((3, 2)), "b": jnp.zeros(2)})
+      >>> params["w"].shape
+    """
+    return on(worker, _itself).keep(value)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
 def on(
     worker: AnyWorker | Iterable[AnyWorker] | None, function: Callable[P, R], *, timeout: float | None = None
 ) -> OnWorker[P, R]:

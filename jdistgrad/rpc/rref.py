@@ -1,6 +1,7 @@
 """Remote references to values that stay on the worker that made them."""
 
 import concurrent.futures
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, Generic, TypeVar
 
@@ -75,6 +76,7 @@ class RRef(Elsewhere, Generic[T]):
     Example:
       >>> params = jd.remote("worker1", init_params, args=(seed,))   # made and kept there
       >>> jd.rpc_sync("worker1", apply, args=(params, x))            # used there, no copy
+      >>> params["w"].shape                                          # a reference to a part of it
       >>> params.to_here()                                           # a copy of it here
     """
 
@@ -149,6 +151,23 @@ class RRef(Elsewhere, Generic[T]):
         """
         sent = ByReference(RRef._of(self._claim))
         return self._home("creation").part(References).creation(self._claim, sent, timeout)
+
+    def __getitem__(self, key: Any) -> "RRef[Any]":
+        """Return a reference to a part of the value, which stays where it is: no copy, and differentiable."""
+        return remote(self.owner, operator.getitem, (self, key), {}, None)
+
+    __iter__ = __contains__ = None  # Python would ask for one part after the other, for ever
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Ask the owner for the shape of the value. Waits until the value has been made."""
+        found: tuple[int, ...] = rpc_sync(self.owner, getattr, (self, "shape"), {}, None)
+        return found
+
+    @property
+    def dtype(self) -> Any:
+        """Ask the owner for the dtype of the value. Waits until the value has been made."""
+        return rpc_sync(self.owner, getattr, (self, "dtype"), {}, None)
 
     def rpc_sync(self, timeout: float | None = None) -> "MethodCaller":
         """Call a method of the value where it lives: ``rref.rpc_sync().method(x)``."""

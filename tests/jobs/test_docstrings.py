@@ -118,7 +118,7 @@ def of_each_worker():
 
 def examples():
     """Yield every public name and method that has an example in its docstring."""
-    for name in dir(jd):
+    for name in [*jd.__all__, "map"]:
         one = getattr(jd, name)
         methods = {f"{name}.{k}": v for k, v in vars(one).items() if k[0] != "_"} if inspect.isclass(one) else {}
         for path, thing in {name: one, **methods}.items():

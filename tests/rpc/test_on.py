@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers.worlds import on_worker0
+from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
 
@@ -78,3 +78,39 @@ def test_it_can_be_sent(world):
 def test_what_is_no_function_is_refused():
     with pytest.raises(TypeError):
         jd.on(1, jnp.ones(3))
+
+
+@on_worker0
+def test_a_value_is_put_and_its_parts_are_references(world):
+    params = jd.put(last(), {"w": jnp.arange(6.0).reshape(2, 3), "layers": [jnp.ones(2), 5]})
+    part = params["w"]
+    assert (part.owner, part.shape, part.dtype) == (params.owner, (2, 3), jnp.float32)
+    assert jd.on(last(), lambda whole, part: whole["w"] is part)(params, part)  # no copy
+    np.testing.assert_array_equal(params["w"][1, :2].to_here(), [3, 4])
+    assert params["layers"][1].to_here() == 5
+    assert [one.to_here() for one in jd.put(range(jd.world_size()), 7)] == [7] * jd.world_size()
+    with pytest.raises(AttributeError):
+        _ = params.shape
+    with pytest.raises(KeyError):
+        params["v"].to_here()
+    with pytest.raises(TypeError):
+        iter(params)
+
+
+def weighted(w, x):
+    return jnp.sum(jnp.sin(w) @ x)
+
+
+@pytest.mark.parametrize("stage", [lambda f: f, jd.jit], ids=["eager", "jd.jit"])
+@on_worker0
+def test_parts_are_differentiable(world, stage):
+    value, x = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(2)}, jnp.arange(3.0)
+    params = jd.put(last(), value)
+
+    def loss(params):
+        return jd.on(last(), weighted)(params["w"], x) * jnp.sum(params["b"].to_here() ** 2)
+
+    with jd.context():
+        found = stage(jd.grad(loss))(params).to_here()
+    expected = jax.grad(lambda value: weighted(value["w"], x) * jnp.sum(value["b"] ** 2))(value)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found, expected)

@@ -80,6 +80,6 @@ def mistakes(x: jax.Array) -> None:
     jd.rpc_sync("worker1", make(3))  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue, reportArgumentType]
     jd.rpc_async(1, make, args=(3,)).wait()  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     number: int = jd.rpc_sync(1, make, args=(3,))  # type: ignore[assignment]  # pyright: ignore[reportAssignmentType]
-    jd.remote(1, make).shape  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
+    jd.remote(1, make).size  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue]
     jd.remote(1, make) + number  # type: ignore[operator]  # pyright: ignore[reportOperatorIssue, reportUnusedExpression]
     jd.init(3)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -1,15 +1,16 @@
 """The staged step: traced once, local pieces compiled, pieces and messages run as a dataflow from Python."""
 
+import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 
-from jdistgrad._compat import lowered, trace_context, trace_state_clean
+from jdistgrad._compat import lowered, static_arguments, trace_context, trace_state_clean
 from jdistgrad.autograd.contexts import some_context
 from jdistgrad.autograd.gradients import RemoteGradient, hold
 from jdistgrad.autograd.operations.uses import kept
@@ -28,7 +29,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def jit(fun: Callable[P, T]) -> "StagedFunction[P, T]":
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A static argument: a part of the structure of the arguments, without leaves."""
+
+    value: Any
+
+
+def jit(
+    fun: Callable[P, T],
+    *,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+) -> "StagedFunction[P, T]":
     """Stage a function that calls other workers, as ``jax.jit`` compiles a local one: the fast way to run a step.
 
     The function is traced once for each structure and shape of its arguments (and, as by ``jax.jit``, for each setting
@@ -44,6 +58,8 @@ def jit(fun: Callable[P, T]) -> "StagedFunction[P, T]":
 
     Arguments:
       fun: a pure function of arrays, pytrees and RRefs; usually a ``jdistgrad.value_and_grad(...)``.
+      static_argnums, static_argnames: as for ``jax.jit``. There is no ``donate_argnums``: an argument may be on its way
+        in a message when the next piece runs.
 
     Returns:
       The staged function; ``.plan(*args)`` shows its pieces.
@@ -56,21 +72,26 @@ def jit(fun: Callable[P, T]) -> "StagedFunction[P, T]":
     """
     if not callable(fun):
         raise TypeError(f"jdistgrad.jit takes a function, not {fun!r:.60}")
-    return StagedFunction(fun)
+    if static_argnums is None and static_argnames is None:
+        return StagedFunction(fun)
+    return StagedFunction(
+        fun, *static_arguments(jax.jit(fun, static_argnums=static_argnums, static_argnames=static_argnames))
+    )
 
 
 class StagedFunction(Generic[P, T]):
     """The result of ``jit``: a function that is traced and cut for each kind of arguments."""
 
-    def __init__(self, fun: Callable[P, T]):
+    def __init__(self, fun: Callable[P, T], static_argnums: Iterable[int] = (), static_argnames: Iterable[str] = ()):
         functools.update_wrapper(self, fun)
         self._fun = fun
+        self._static_argnums, self._static_argnames = frozenset(static_argnums), frozenset(static_argnames)
         self._steps: dict[Any, TracedStep] = {}
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         if not trace_state_clean():
             return self._fun(*args, **kwargs)
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        leaves, structure = self._flatten(args, kwargs)
         result: T = self._step(leaves, structure).run(without_handles(leaves))
         return result
 
@@ -80,8 +101,16 @@ class StagedFunction(Generic[P, T]):
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> StepPlan:
         """Return the plan of the step for arguments like these; printed, it shows the pieces and messages."""
-        leaves, structure = jax.tree.flatten((args, kwargs))
+        leaves, structure = self._flatten(args, kwargs)
         return self._step(leaves, structure).plan
+
+    def _flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], Any]:
+        """Flatten the arguments. Static ones become a part of the structure."""
+        if self._static_argnums or self._static_argnames:
+            numbers = {one % len(args) for one in self._static_argnums if -len(args) <= one < len(args)}
+            args = tuple(Static(one) if k in numbers else one for k, one in enumerate(args))
+            kwargs = {name: Static(one) if name in self._static_argnames else one for name, one in kwargs.items()}
+        return jax.tree.flatten((args, kwargs))
 
     def _step(self, leaves: list[Any], structure: Any) -> "TracedStep":
         worker = find_worker()
@@ -103,6 +132,8 @@ class TracedStep:
 
         def flat(*leaves: Any) -> list[Any]:
             args, kwargs = jax.tree.unflatten(structure, leaves)
+            args = [one.value if isinstance(one, Static) else one for one in args]
+            kwargs = {name: one.value if isinstance(one, Static) else one for name, one in kwargs.items()}
             found, self._result = jax.tree.flatten(fun(*args, **kwargs))
             for leaf in found:
                 if not is_handle(leaf) and not can_be_traced(leaf):

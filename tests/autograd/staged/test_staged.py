@@ -167,3 +167,18 @@ def test_a_method(world):
     for scale in (2.0, X):
         assert_close(Scaled(scale).call(X), mix(scale, X))
         assert_close(Scaled.call(Scaled(scale), x=X), mix(scale, X))
+
+
+def scaled_by(x, factor, *, mode="times"):
+    return jd.on(last(), jnp.multiply if mode == "times" else jnp.add)(x, factor)
+
+
+@on_worker0
+def test_static_arguments(world):
+    step = jd.jit(scaled_by, static_argnums=1, static_argnames="mode")
+    for _ in range(2):
+        found = [step(X, 3), step(X, 3, mode="plus"), step(X, factor=4)]
+        assert_close(found, [X * 3, X + 3, X * 4])
+    assert len(step._steps) == 3
+    with pytest.raises(TypeError):
+        jd.jit(scaled_by)(X, 3, mode="plus")
