@@ -63,8 +63,9 @@ def average_in_chunks(
         all_.run("allreduce", flat, "sum")
         for slot, mine, place in parts:
             targets[slot][mine] = flat[place]
-    each = zip(gradients, into, in_place, strict=True)
-    return [g if here else jax.device_put(LeafSpec.of(g).restored(v), g.sharding) for g, v, here in each]
+    where = [g.sharding if g.committed else None for g in gradients]  # uncommitted ones mix with any
+    each = zip(gradients, into, where, in_place, strict=True)
+    return [g if here else jax.device_put(LeafSpec.of(g).restored(v), there) for g, v, there, here in each]
 
 
 def _is_view(view: np.ndarray, array: jax.Array) -> bool:
