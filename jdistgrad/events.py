@@ -1,7 +1,7 @@
 """Events of all layers: calls, their serving, pullbacks, compiled pieces, buckets. For the timeline and debugging.
 
-Without a listener an event costs one comparison: ``if events.sink is not None: events.tell(...)``. For calls, which are
-many, the sink gets a function and its arguments, of which ``made`` makes the event.
+Without a listener an event costs one comparison: ``if events.sink is not None: events.report(...)``. For calls, which
+are many, the sink gets a function and its arguments, of which ``made`` makes the event.
 """
 
 import time
@@ -27,24 +27,24 @@ class Event(NamedTuple):
     arrays: Any = None
 
 
-Told = Event | tuple[Any, ...]  # an event; or the function that makes it, and its arguments
-Listener = Callable[[Told], None]
+Report = Event | tuple[Any, ...]  # an event; or the function that makes it, and its arguments
+Listener = Callable[[Report], None]
 
 sink: Listener | None = None  # a listener sets it, as long as it listens: one at a time
 
 
-def tell(kind: str, rank: int, worker: str, name: str, start: float, arrays: Any = None, **details: Any) -> None:
+def report(kind: str, rank: int, worker: str, name: str, start: float, arrays: Any = None, **details: Any) -> None:
     """Report an event that ends now."""
     pass_on(Event(kind, rank, worker, name, start, time.monotonic(), details, arrays))
 
 
-def pass_on(event: Told) -> None:
+def pass_on(event: Report) -> None:
     listener = sink  # another thread may set it to None after the check
     if listener is not None:
         listener(event)
 
 
-def made(event: Told) -> Event:
+def made(event: Report) -> Event:
     """Return the event that a listener got."""
     if isinstance(event, Event):
         return event

@@ -151,7 +151,7 @@ class OnDevice:
                 return None
             results = self._devices.dispatch(program, shared, f"step {handling.step}", own, digest)
         if events.sink is not None:
-            events.tell(events.PIECE, self._devices.rank, "", "step over devices", begun, arrays=results)
+            events.report(events.PIECE, self._devices.rank, "", "step over devices", begun, arrays=results)
         if self._rules.check_finite:
             faults = np.asarray(results.pop())  # [rank, bucket]
             for bucket in plan.buckets:

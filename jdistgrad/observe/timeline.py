@@ -101,7 +101,7 @@ class Timeline:
         """Draw the recorded events with matplotlib, and return the axes."""
         return plot(self.trace(), axes)
 
-    def _record(self, recorded: events.Told) -> None:
+    def _record(self, recorded: events.Report) -> None:
         event = events.made(recorded)
         if event.arrays is None:
             self.events.append(event)

@@ -193,7 +193,7 @@ class RunningShare:
             self._pull_parameters(self._stages[stage], microbatch)
         self._times.append((self._due, self._ready, max(half, self._ready), self._waits.check()))
         if events.sink is not None:
-            events.tell(events.PIECE, self._worker.rank, self._worker.info.name, str(action), self._ready)
+            events.report(events.PIECE, self._worker.rank, self._worker.info.name, str(action), self._ready)
 
     def _end(self) -> Done:
         self._due = self._ready = time.monotonic()

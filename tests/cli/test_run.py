@@ -20,12 +20,12 @@ import jdistgrad as jd
 
 
 @dataclasses.dataclass
-class Told:
+class Report:
     text: "str"
 
 
 def told(text):
-    return Told(f"{text} at {jd.worker_info().name}")
+    return Report(f"{text} at {jd.worker_info().name}")
 
 
 @jax.jit
@@ -36,7 +36,7 @@ def double(x):
 os.chdir("/")
 assert os.path.exists(__file__)
 me = jd.init()
-assert sys.modules["__main__"].Told.__name__ == "Told"  # where pickle and typing look for it
+assert sys.modules["__main__"].Report.__name__ == "Report"  # where pickle and typing look for it
 peer = (me.rank + 1) % jd.world_size()
 gradient = jax.grad(lambda x: jd.rpc_sync(peer, double, args=(x,)).sum())
 with jd.context():

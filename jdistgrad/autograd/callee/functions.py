@@ -37,7 +37,7 @@ from jdistgrad.rpc.traced_hook import is_traced
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.wire.message import from_token
 
-# What jax.jit does with an argument: takes it as a part of the program, as it was told; traces it; or never sees it.
+# What jax.jit does with an argument: takes it as a part of the program (static); traces it; or never sees it.
 STATIC, TRACED, OTHER = "static", "traced", "other"
 SEEN_THROUGH = Hole | ReferenceHole | str | bytes | int | float | complex | None
 

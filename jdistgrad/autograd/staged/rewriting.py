@@ -190,7 +190,7 @@ def _evaluate(
 ) -> None:
     """Evaluate an equation of numbers, if its outputs are numbers or one array that is one number everywhere.
 
-    A callback is left to the step: it may read something anew in each run, as a learning rate.
+    A callback stays in the step: it may read another value in each run, such as a learning rate.
     """
     shapes = [variable.aval for variable in equation.eqn.outvars]
     acts = equation.eqn.effects or jaxprs.calls_back([equation.eqn])

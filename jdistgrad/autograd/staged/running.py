@@ -124,7 +124,7 @@ class StepRun:
         if events.sink is not None:
             worker = find_worker()
             rank, name = (0, "") if worker is None else (worker.rank, worker.info.name)
-            events.tell(events.PIECE, rank, name, f"piece {number}", start, outputs)
+            events.report(events.PIECE, rank, name, f"piece {number}", start, outputs)
         self._done(number, outputs)
 
     def _ready(self, number: int) -> None:

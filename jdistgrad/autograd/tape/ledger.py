@@ -181,14 +181,14 @@ class Ledger:
             return in_order([*self._kept.get(target, []), *self._found[target]])
 
     def may_be_sum(self, target: Target, marks: Marks) -> bool:
-        """Return whether contributions that have come add up to these marks, as far as that can be told."""
+        """Return whether contributions that have come add up to these marks, as far as marks can show."""
         with self._lock:
             found = [*self._kept.get(target, []), *self._found[target]]
             if not marks[0] or (target, marks) in self._used or any(one.number == REPLACED for one in found):
                 return True
         try:
             return Waiting(marks, ()).among(found) is not None
-        except DifferentiationError:  # too many to be told apart
+        except DifferentiationError:  # too many to be distinguished
             return True
 
     def write(self, target: Target, leaves: list[Any]) -> None:

@@ -96,7 +96,7 @@ class Layout:
         return Layout(tree, self.positions)
 
     def emptied(self) -> "Layout":
-        """Return the tree with holes for everything that every message carries anew: see ``items``."""
+        """Return the tree with holes for everything that each message carries: see ``items``."""
         return Layout(trees.map_leaves(lambda leaf: Hole() if _is_item(leaf) else leaf, self.tree), ())
 
     @property
