@@ -76,7 +76,7 @@ class RRef(Elsewhere, Generic[T]):
     Example:
       >>> params = jd.remote("worker1", init_params, args=(seed,))   # made and kept there
       >>> jd.rpc_sync("worker1", apply, args=(params, x))            # used there, no copy
-      >>> params["w"].shape                                          # a reference to a part of it
+      >>> params[0].shape                                            # of a reference to a part of it
       >>> params.to_here()                                           # a copy of it here
     """
 
