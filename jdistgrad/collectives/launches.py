@@ -73,7 +73,7 @@ class Launches:
         self._drop_ended()
         block.__enter__()
         limit = timeout if block.has_others else math.inf
-        awaited = [weakref.ref(one) for one in inputs if isinstance(one, jax.Array)]
+        awaited = [weakref.ref(one) for one in inputs if hasattr(one, "is_ready")]  # random keys have no such method
         launch = Launch(what, block, limit, inputs=awaited)
         with self._lock:
             self._launches.append(launch)

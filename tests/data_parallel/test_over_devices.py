@@ -13,6 +13,7 @@ from helpers.worlds import on_every_worker
 
 import jdistgrad as jd
 from jdistgrad.collectives import Devices, Mesh, of_this_world
+from jdistgrad.collectives.launches import launches
 from jdistgrad.data_parallel.on_device import OnDevice
 from jdistgrad.data_parallel.parallel import DataParallel
 from jdistgrad.errors import CollectiveError, DisagreementError, LeafError
@@ -87,6 +88,14 @@ def test_arguments_of_every_kind(big_world, rank, size):
     assert jnp.shape(nothing) == (0, 2)
     np.testing.assert_allclose(gradients["w"], np.full(3, 2.0), rtol=1e-6)
     assert gradients["s"] == 0
+
+
+@on_every_worker
+def test_the_watch_of_programs_passes_over_random_keys(big_world, rank, size):
+    what, engine, inputs = "a program of a key", of_this_world().engine, [jax.random.key(0), jnp.ones(2)]
+    launch = launches.begin(what, engine.block(what, may_leave=True), inputs, 60.0)
+    assert not launch.overdue()
+    launches.give_up(launch)
 
 
 @on_every_worker
