@@ -33,7 +33,7 @@ def _offered() -> dict[str, Any]:
 # What ``dir(jd)`` and completion show. The other names are PyTorch's, classes of results, and errors.
 _SHOWN = [
     "DataParallel", "DistributedOptimizer", "Pipeline", "RRef", "RemoteFunction", "RemoteModule", "barrier",
-    "by_reference", "collectives", "context", "get", "grad", "hooks", "init", "jit", "local_sgd", "local_workers", "on",
+    "by_reference", "collectives", "context", "get", "grad", "hooks", "init", "jit", "local_workers", "on", "on_owners",
     "pipeline", "put", "rank", "restore", "save", "shard_state", "shutdown", "spawn", "tree_map", "value_and_grad",
     "worker_info", "world_size",
 ]  # fmt: skip

@@ -34,6 +34,7 @@ from jdistgrad.optim.sharding import (
     gather_state as gather_state,
     shard_state as shard_state,
 )
+from jdistgrad.optim.transformation import on_owners as on_owners
 from jdistgrad.pipeline.pipeline import Pipeline as Pipeline
 from jdistgrad.rpc.api import (
     map as map,
