@@ -109,6 +109,12 @@ def with_mpi(without_mpi, built):
     return without_mpi
 
 
+def test_wheel_and_sdist_are_fit_for_pypi(built):
+    files = [*built.glob("*.whl"), *built.glob("*.tar.gz")]
+    assert len(files) == 2
+    subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
+
+
 def test_workers_as_threads_need_no_mpi(without_mpi):
     assert without_mpi.prints("jdistgrad", "run", "--local", "-n", "3", "program.py") == PRINTED
 
