@@ -61,6 +61,43 @@ def loss_there(a, b):
     return (a + b).sum()
 
 
+def eager(size):
+    """Measure ``jax.value_and_grad`` of one call, not staged, in no context."""
+    x = jnp.ones(size)
+    step = jax.value_and_grad(lambda x: jd.on(1, jnp.multiply)(x, x).sum())
+    return median(lambda: jax.block_until_ready(step(x)), 100)
+
+
+@jax.jit
+def decay(y, rate):
+    return -rate * y
+
+
+def solver():
+    """Measure the gradient of diffrax's Tsit5 over a remote function, jitted; its calls, and a call alone."""
+    import diffrax
+
+    def last(rate):
+        field = diffrax.ODETerm(lambda t, y, rate: jd.on(1, decay)(y, rate))
+        adjoint = diffrax.RecursiveCheckpointAdjoint()
+        found = diffrax.diffeqsolve(field, diffrax.Tsit5(), 0, 1, 0.1, jnp.ones(3), rate, max_steps=16, adjoint=adjoint)
+        return found.ys.sum()
+
+    step, rate = jax.jit(jax.value_and_grad(last)), jnp.float32(0.5)
+    jax.block_until_ready(step(rate))
+    with jd.timeline() as recorded:
+        jax.block_until_ready(step(rate))
+    calls = sum(event.kind == "call" and event.rank == 0 for event in recorded.events)
+    found = [
+        (
+            median(lambda: jax.block_until_ready(step(rate)), 10),
+            calls * median(lambda: jax.block_until_ready(jd.on(1, decay)(jnp.ones(3), rate)), 300),
+        )
+        for _ in range(5)
+    ]
+    return [statistics.median(each) for each in zip(*found, strict=True)]
+
+
 def end_to_end(loss):
     """Measure the note's second example: the loss of the sum of two references, with a distributed optimizer.
 
@@ -126,6 +163,8 @@ def measure():
     loops = {"end_to_end": apart, "step_inside": inside}
     apart, inside = end_to_end(lambda a, b: jd.rpc_sync(1, loss_there, args=(a, b)))
     loops |= {"loss_there": apart, "loss_there_inside": inside}
+    solved, alone = solver()
+    report(eager=eager(1000), solver=solved, solver_calls=alone)
     report(bare=bare, note=note(a, b), large=elementwise(1024), **loops, **chains)
     report(**{f"contexts_{count}": open_contexts(count, a, b) for count in (1, 10, 100)})
 

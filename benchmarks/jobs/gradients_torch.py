@@ -53,6 +53,17 @@ def elementwise(size):
     return median(run, 50)
 
 
+def eager(size):
+    x = torch.ones(size, requires_grad=True)
+
+    def run():
+        with dist_autograd.context() as ctx:
+            dist_autograd.backward(ctx, [rpc.rpc_sync("worker1", torch.mul, args=(x, x)).sum()])
+            dist_autograd.get_gradients(ctx)
+
+    return median(run, 100)
+
+
 def random_values():
     return torch.rand(3, 3, requires_grad=True)
 
@@ -78,7 +89,7 @@ def main():
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     if rank == 0:
         chains = {f"chain_{length}": chain(length) for length in (1, 8, 10, 100)}
-        report(note=note(), large=elementwise(1024), end_to_end=end_to_end(), **chains)
+        report(eager=eager(1000), note=note(), large=elementwise(1024), end_to_end=end_to_end(), **chains)
     rpc.shutdown()
 
 
