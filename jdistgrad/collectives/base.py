@@ -22,8 +22,7 @@ from jdistgrad.collectives.host_arrays import to_jax
 from jdistgrad.collectives.operations import divided, permuted, shifted
 from jdistgrad.errors import CollectiveError
 
-Op = Literal["sum", "max", "min"]
-AnyOp = Literal["sum", "max", "min", "mean", "prod"]
+Reduction = Literal["sum", "max", "min", "mean", "prod"]
 
 
 class Collectives(abc.ABC):
@@ -38,7 +37,7 @@ class Collectives(abc.ABC):
     world_ranks: tuple[int, ...] | None = None  # of the group's workers, in its order; None on a mesh
     has_room: bool = True  # whether overlap pays
 
-    def allreduce(self, tree: Any, op: AnyOp = "sum") -> Any:
+    def allreduce(self, tree: Any, op: Reduction = "sum") -> Any:
         """Return the sum, mean, product, maximum or minimum over all ranks: the same result on all of them.
 
         The transpose of a sum is the sum of all ranks' cotangents; of a maximum, that sum on the ranks that hold the
@@ -47,7 +46,7 @@ class Collectives(abc.ABC):
         refuse_sparse(tree, "allreduce")
 
         def reduced(leaf: Any) -> jax.Array:
-            x = _checked(leaf, op)
+            x = _checked("allreduce", leaf, op)
             if op == "prod":
                 return jnp.prod(self.gather_same(x), axis=0, dtype=x.dtype)
             if op == "mean":
@@ -146,12 +145,12 @@ class Collectives(abc.ABC):
         refuse_sparse(tree, "reduce_scatter")
 
         what = "reduce_scatter"
-        return _each(lambda x: self.perform(what, self._divisible(_checked(x, "sum"), what)), tree)
+        return _each(lambda x: self.perform(what, self._divisible(_checked(what, x), what)), tree)
 
     def scan(self, tree: Any) -> Any:
         """Return the sum over the ranks up to this one, itself included. Transpose: the same from the last rank on."""
         refuse_sparse(tree, "scan")
-        return _each(lambda x: self.perform("scan", _checked(x, "sum"), 1), tree)
+        return _each(lambda x: self.perform("scan", _checked("scan", x), 1), tree)
 
     def exscan(self, tree: Any) -> Any:
         """Return the sum over the ranks before this one; of numbers of rows, the offset of this rank's rows.
@@ -159,7 +158,7 @@ class Collectives(abc.ABC):
         Transpose: the sum over the ranks after this one.
         """
         refuse_sparse(tree, "exscan")
-        return _each(lambda x: self.perform("exscan", _checked(x, "sum"), 1), tree)
+        return _each(lambda x: self.perform("exscan", _checked("exscan", x), 1), tree)
 
     def shift(self, tree: Any, by: int = 1, *, wrap: bool = True, edge: Any = None) -> Any:
         """Send to the rank ``by`` places further on; return what came from the rank ``by`` places before.
@@ -278,12 +277,12 @@ class Collectives(abc.ABC):
         """
 
 
-def _checked(x: Any, op: str) -> jax.Array:
-    if op not in get_args(AnyOp):
-        raise ValueError(f"allreduce: op must be one of {', '.join(map(repr, get_args(AnyOp)))}, not {op!r}")
+def _checked(what: str, x: Any, op: str = "sum") -> jax.Array:
+    if op not in get_args(Reduction):
+        raise ValueError(f"{what}: op must be one of {', '.join(map(repr, get_args(Reduction)))}, not {op!r}")
     array = to_jax(x)
     if array.dtype == bool or (op in ("max", "min") and jnp.issubdtype(array.dtype, jnp.complexfloating)):
-        raise TypeError(f"allreduce: no {op} of {array.dtype}. Cast it, for example to int32.")
+        raise TypeError(f"{what}: no {op} of {array.dtype}. Cast it to a dtype that has one.")
     return array
 
 

@@ -93,7 +93,7 @@ class Transport:
         """
 
     def send_words(self, peers: Sequence[int], identifier: int, scope: int, word: bytes) -> None:
-        """Send a few bytes to those workers that are not lost. Raises like ``send``. Only over MPI."""
+        """Send a few bytes to those workers that are not lost. Raises like ``send``. Meetings of processes use it."""
 
     def wait_for(self, futures: Futures, timeout: float | None) -> None:
         """Return when one of the futures, which messages complete, is done or the timeout has passed.
@@ -106,7 +106,7 @@ class Transport:
                 self.wait(target, math.inf if timeout is None else time.monotonic() + timeout)
 
     def wait(self, target: Awaited, deadline: float = math.inf) -> None:
-        """Return when the target is done, at the deadline, on a Ctrl-C that this thread defers, or earlier."""
+        """Sleep until the target is done, the deadline, a Ctrl-C that this thread defers, or less; callers loop."""
 
     def wake(self) -> None:
         """Let a waiting thread check its target, which was not completed by a message to it."""
