@@ -149,8 +149,8 @@ HEAD = """<style>
 .jdistgrad path { stroke-width: 1.6; }
 .jdistgrad .forward { stroke: #1f6fb4; fill: none; marker-end: url(#forward); }
 .jdistgrad .backward { stroke: #d9480f; fill: none; stroke-dasharray: 5 3; marker-end: url(#backward); }
-#forward path { fill: #1f6fb4; }
-#backward path { fill: #d9480f; }
+#forward path { fill: #1f6fb4; } #backward path { fill: #d9480f; }
+@media (prefers-color-scheme: dark) { .jdistgrad { filter: invert(0.88) hue-rotate(180deg); } }
 </style>
 <defs>
 <marker id="forward" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">

@@ -21,8 +21,8 @@ TURN = 0.381966  # of the circle of colours from one microbatch to the next: nei
 STYLE = """
 .jdistgrad-pipeline text { font: 11px ui-monospace, Menlo, Consolas, monospace; fill: #222; text-anchor: middle; }
 .jdistgrad-pipeline .title { font-size: 12px; font-weight: bold; text-anchor: start; }
-.jdistgrad-pipeline .left { text-anchor: start; }
-.jdistgrad-pipeline .right { text-anchor: end; }
+.jdistgrad-pipeline .left { text-anchor: start; } .jdistgrad-pipeline .right { text-anchor: end; }
+@media (prefers-color-scheme: dark) { .jdistgrad-pipeline { filter: invert(0.88) hue-rotate(180deg); } }
 .jdistgrad-pipeline .on-dark { fill: #fff; }
 """
 STRIPES = (
