@@ -13,7 +13,7 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pictures import box, picture, text
+from pictures import box, picture, text, timetable
 
 import jdistgrad as jd
 
@@ -27,7 +27,10 @@ def chart(label, *lines, x=None, across="step", log=False):
     low, high = min(map(np.min, heights)), max(map(np.max, heights))
     places = [np.arange(len(line)) for line in lines] if x is None else x
     first, last = min(map(np.min, places)), max(map(np.max, places))
-    parts = [f'<path class="axis" d="M{LEFT} {TOP - 8}V{BOTTOM + 8}H{RIGHT}"/>', text(5, 16, label, "start small")]
+    parts = [
+        f'<path class="axis" d="M{LEFT} {TOP - 8}V{BOTTOM + 8}H{RIGHT}"/>',
+        text(5, 16, f"{label}, logarithmic" if log else label, "start small"),
+    ]
     for height, y in ((high, TOP + 4), (low, BOTTOM + 4)):
         parts.append(text(LEFT - 6, y, f"{10**height if log else height:.3g}", "end small"))
     for place, at in ((first, LEFT), (last, RIGHT)):
@@ -102,7 +105,7 @@ def parameter_server():
 
 
 def pipeline():
-    return jd.pipeline.forecast(example("pipeline").SCHEDULES["zero bubble"]).svg()
+    return timetable(example("pipeline").SCHEDULES["zero bubble"])
 
 
 def pipeline_compiled():

@@ -25,8 +25,9 @@ text { font: 13px system-ui, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; f
 .kept { fill: #fff3d1; stroke: #b58a1b; }
 .passes { fill: #1f6fb4; stroke: #fff; }
 .returns { fill: #d9480f; stroke: #fff; }
+.weights { fill: #2f8132; stroke: #fff; }
 .idle { fill: #e8ecf2; }
-.on { fill: #fff; font-size: 12px; }
+.on { fill: #fff; font-size: 10px; }
 .forward { stroke: #1f6fb4; stroke-width: 1.8; fill: none; marker-end: url(#forward); }
 .backward { stroke: #d9480f; stroke-width: 1.8; fill: none; stroke-dasharray: 5 3; marker-end: url(#backward); }
 .of-forward { fill: #1f6fb4; }
@@ -42,6 +43,7 @@ text { fill: #e6e9ee; }
 .kept { fill: #4a3b12; stroke: #d9ae45; }
 .passes { fill: #2f7fc4; stroke: #1e2129; }
 .returns { fill: #d9581f; stroke: #1e2129; }
+.weights { fill: #3c8f40; stroke: #1e2129; }
 .idle { fill: #343b49; }
 .on { fill: #fff; }
 .forward, .line0 { stroke: #6cb2f0; }
@@ -70,8 +72,8 @@ def text(x, y, words, kind=""):
     return f'<text x="{x}" y="{y}" class="{kind}">{words}</text>'
 
 
-def box(x, y, width, height, kind):
-    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="5" class="{kind}"/>'
+def box(x, y, width, height, kind, rounded=5):
+    return f'<rect x="{x}" y="{y}" width="{width}" height="{height}" rx="{rounded}" class="{kind}"/>'
 
 
 def worker(x, y, height, name, *inside):
@@ -91,17 +93,17 @@ def arrow(path, kind):
 def first():
     """The first program: a function and its parameters on worker1, the loss on worker0."""
     return picture(
-        560,
+        420,
         176,
         worker(10, 10, 140, "worker0", ("loss_fn", None), ("x, y", "kept")),
-        worker(430, 10, 140, "worker1", ("predict", None), ("params", "kept"), ("gradient", "kept")),
-        arrow("M130 52H426", "forward"),
-        text(280, 45, "call: x"),
-        arrow("M430 84H134", "forward"),
-        text(280, 77, "result"),
-        arrow("M130 122H426", "backward"),
-        text(280, 115, "derivative of the loss by the result"),
-        text(280, 168, "params and their gradient stay on worker1", "small"),
+        worker(290, 10, 140, "worker1", ("predict", None), ("params", "kept"), ("gradient", "kept")),
+        arrow("M130 52H286", "forward"),
+        text(210, 45, "call with x"),
+        arrow("M290 84H134", "forward"),
+        text(210, 77, "result"),
+        arrow("M130 122H286", "backward"),
+        text(210, 115, "derivative"),
+        text(210, 168, "params and their gradient stay on worker1", "small"),
     )
 
 
@@ -135,20 +137,44 @@ def data():
     return picture(350, 190, *columns, *average)
 
 
-def stages():
-    """What each of three workers does when: the forecast of the schedule of the third card."""
-    forecast = jd.pipeline.forecast(jd.pipeline.one_f_one_b(3, 4))
-    scale, parts = 270 / forecast.seconds, []
-    for rank, (row, times) in enumerate(zip(forecast.schedule.actions, forecast.spans, strict=True)):
-        top = 18 + 44 * rank
-        parts += [text(5, top + 21, f"worker{rank}", "start"), box(70, top, 270, 32, "idle")]
+KINDS = {"F": "passes", "B": "returns", "I": "returns", "W": "weights"}
+NAMES = {"F": "forward pass", "B": "backward pass", "I": "input gradient", "W": "weight gradient"}
+
+
+def timetable(schedule):
+    """What each worker does when, by the forecast of a schedule: a box for each microbatch."""
+    forecast = jd.pipeline.forecast(schedule)
+    scale, high, parts, kinds = 270 / forecast.seconds, 132 // schedule.workers, [], {}
+    for rank, (row, times) in enumerate(zip(schedule.actions, forecast.spans, strict=True)):
+        top, middle = 14 + high * rank, 14 + high * rank + high / 2 - 2
+        parts += [text(5, middle, f"worker{rank}", "start"), box(70, top, 270, high - 12, "idle", 2)]
         for action, (start, end) in zip(row, times, strict=True):
+            kind = kinds.setdefault(action.kind.value, KINDS[action.kind.value])
             x, width = 70 + start * scale, (end - start) * scale
-            parts += [box(f"{x:.1f}", top, f"{width:.1f}", 32, "returns" if "B" in str(action) else "passes")]
-            parts += [text(f"{x + width / 2:.1f}", top + 21, action.microbatch, "on")]
-    legend = [box(70, 156, 14, 14, "passes"), text(90, 168, "forward pass", "start small")]
-    legend += [box(190, 156, 14, 14, "returns"), text(210, 168, "backward pass", "start small")]
-    return picture(350, 190, *parts, *legend)
+            parts += [box(f"{x:.1f}", top, f"{width:.1f}", high - 12, kind, 2)]
+            parts += [text(f"{x + width / 2:.1f}", middle, action.microbatch, "on")]
+    for place, kind in enumerate(sorted(kinds, key="FBIW".index)):
+        x = 5 + place * 345 // len(kinds)
+        parts += [box(x, 158, 14, 14, KINDS[kind]), text(x + 20, 169, NAMES[kind], "start small")]
+    return picture(350, 190, *parts)
+
+
+def stages():
+    """What each of three workers does when, in the program of the third card."""
+    return timetable(jd.pipeline.one_f_one_b(3, 4))
+
+
+def engines():
+    """A notebook that drives three processes."""
+    parts = [box(5, 55, 100, 74, "kept"), text(55, 87, "notebook", "name"), text(55, 108, "%%px", "code")]
+    for rank in range(3):
+        y = 5 + 62 * rank
+        parts += [box(235, y, 110, 54, "worker"), text(290, y + 23, f"worker{rank}", "name")]
+        parts += [
+            text(290, y + 42, "MPI process", "small"),
+            arrow(f"M105 92C170 92 170 {y + 27} 231 {y + 27}", "forward"),
+        ]
+    return picture(350, 190, *parts)
 
 
 def predict(params, x):
@@ -165,7 +191,7 @@ def graph():
 
 
 def main(folder=DOCS / "pictures"):
-    for draw in (first, parts, data, stages, graph):
+    for draw in (first, parts, data, stages, engines, graph):
         (pathlib.Path(folder) / f"{draw.__name__}.svg").write_text(draw())
 
 

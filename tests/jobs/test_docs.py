@@ -1,4 +1,4 @@
-"""The README's program runs as shown, and the tests that the conformance page names exist."""
+"""The README's program runs as shown; the gallery is complete; the tests that the conformance page names exist."""
 
 import pathlib
 import re
@@ -6,37 +6,35 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
+DOCS, README = ROOT / "docs", ROOT / "README.md"
 
 
 def test_the_tests_named_in_the_conformance_page_exist():
     ours = set(re.findall(r"def (test_\w+)", "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))))
-    rows = re.findall(r"^\| .* \| (.*) \|$", (ROOT / "docs" / "conformance.md").read_text(), re.MULTILINE)
+    rows = re.findall(r"^\| .* \| (.*) \|$", (DOCS / "conformance.md").read_text(), re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(test_\w+)`", row)}
     assert len(named) > 40
     assert named <= ours, named - ours
 
 
-def test_the_readmes_program_prints_what_it_shows(tmp_path):
-    readme = (ROOT / "README.md").read_text()
-    source, shown = re.search(r"```python\n(.*?)```\n\n```\n\$ (.*?)```", readme, re.DOTALL).groups()
-    command, _, output = shown.partition("\n")
-    (tmp_path / "program.py").write_text(source)
-    assert command.startswith("jdistgrad ")
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split()], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == output, done.stderr
+def test_the_readmes_program_prints_what_it_shows_and_is_the_sites(tmp_path):
+    shown = re.search(r"```python\n(.*?)```\n\n```\n\$ jdistgrad (.*?)\n(.*?)```", README.read_text(), re.DOTALL)
+    (tmp_path / "program.py").write_text(shown[1])
+    command = [sys.executable, "-m", "jdistgrad", *shown[2].split()]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == shown[3], done.stderr
+    assert f"```python\n{shown[1]}```" in (DOCS / "index.md").read_text()  # test_pages runs it as threads
 
 
-def test_the_readmes_program_runs_as_threads(tmp_path):
-    # The program is unchanged, but its last part becomes ``main``.
-    source = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL).group(1)
-    functions, program = source.split("me = jd.init()")
-    main = "def main():\n    me = jd.init()" + program.replace("\n", "\n    ") + "\njd.spawn(main, 2)\n"
-    (tmp_path / "threads.py").write_text(functions + main)
-    done = subprocess.run([sys.executable, "threads.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
-    losses = [float(line.split()[-1]) for line in done.stdout.splitlines()]
-    assert losses[-1] < losses[0] / 10
+def test_the_gallery_shows_every_example_and_notebook():
+    programs, page = [*ROOT.glob("examples/*.py"), *ROOT.glob("notebooks/*.ipynb")], (DOCS / "gallery.md").read_text()
+    assert [one.name for one in programs if f"**[{one.name}]({one.parent.name}/{one.stem}.md)**" not in page] == []
+
+
+def test_the_pictures_are_those_of_their_script(tmp_path):
+    subprocess.run([sys.executable, DOCS / "programs" / "pictures.py", tmp_path], check=True)
+    kept, drawn = ({path.name: path.read_text() for path in one.iterdir()} for one in (DOCS / "pictures", tmp_path))
+    assert kept == drawn
 
 
 def test_the_exchange_finds_what_it_looks_for():
