@@ -4,10 +4,12 @@ import ast
 import base64
 import json
 import pathlib
+import re
 
 from mkdocs.structure.files import File, Files
 
 ROOT = pathlib.Path(__file__).parents[2]
+DARK = re.compile(rb"@media \(prefers-color-scheme: dark\).*\n")  # the site inverts all pictures of notebooks
 LESS = "---\nsearch: { boost: 0.3 }\nhide: [toc]\n---\n\n"  # in results of the search they stand behind the manual
 
 
@@ -41,8 +43,8 @@ def notebook(name, content):
                 if f"image/{kind}" in data:
                     place = f"{name}-{pictures}.{kind[:3]}"
                     pictures += 1
-                    yield place, read("".join(data[f"image/{kind}"]))
-                    parts.append(f"![]({place})")
+                    yield place, DARK.sub(b"", read("".join(data[f"image/{kind}"])))
+                    parts.append(f"![]({place}){{ .jd-plot }}")
                     break
             else:
                 text = "".join(output.get("text", data.get("text/plain", "")))
