@@ -1,6 +1,6 @@
-"""Prints the tables of docs/first-mistakes.md: what somebody may try first, and the error that answers.
+"""Prints the tables of docs/programs/first-mistakes.md: what somebody may try first, and the error that answers.
 
-python docs/programs/first_mistakes.py --write    # into the page: what to do after a change of an error's words
+python docs/programs/first_mistakes.py --write    # into that file: what to do after a change of an error's words
 """
 
 import contextlib
@@ -136,7 +136,7 @@ def main():
 
 if __name__ == "__main__":
     if "--write" in sys.argv:
-        page = pathlib.Path(__file__).parents[1] / "first-mistakes.md"
+        page = pathlib.Path(__file__).parent / "first-mistakes.md"
         with contextlib.redirect_stdout(io.StringIO()) as tables:
             main()
         page.write_text(page.read_text().split("\n## ")[0] + "\n" + tables.getvalue().rstrip() + "\n")

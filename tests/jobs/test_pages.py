@@ -74,11 +74,11 @@ def test_the_journey_passes_the_files_of_its_table(capfd):
     assert [row for row in table if row not in passed] == []
 
 
-def test_first_mistakes_are_answered_as_the_page_says():
+def test_first_mistakes_are_answered_as_the_file_says():
     command = [sys.executable, DOCS / "programs" / "first_mistakes.py"]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed.count("\n| `") >= 40
-    assert printed.strip() in (DOCS / "first-mistakes.md").read_text()
+    assert printed.strip() in (DOCS / "programs" / "first-mistakes.md").read_text()
 
 
 def test_the_journey_of_a_step_is_the_real_one():
@@ -106,4 +106,6 @@ def test_every_exported_name_is_in_the_reference():
     names = {*jd.__all__, "map"} - errors - {"collectives", "hooks", "pipeline"}
     assert len(names) > 30
     assert {name for name in names if not re.search(rf"^::: .*\.{name}$", reference, re.MULTILINE)} == set()
-    assert "::: jdistgrad.errors\n" in reference
+    page = (DOCS / "errors.md").read_text()
+    assert set(re.findall(r"^\| `(\w+Error)` \|", page, re.MULTILINE)) == errors
+    assert "::: jdistgrad.errors\n" in page
