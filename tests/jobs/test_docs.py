@@ -1,4 +1,4 @@
-"""The README's program runs as shown; the gallery is complete; the tests that the conformance page names exist."""
+"""The README's program runs as shown, the conformance page names tests that exist, and pages for users are short."""
 
 import pathlib
 import re
@@ -6,7 +6,11 @@ import subprocess
 import sys
 
 ROOT = pathlib.Path(__file__).parents[2]
-DOCS, README = ROOT / "docs", ROOT / "README.md"
+AT_MOST = """
+index 600, install 300, tutorial 950, references 550, data-parallel 1800, pipelines 1500, solvers 500, clusters 1500,
+notebooks 400, checkpoints 900, testing 450, timeline 500, matrix 650, errors 750, sharp-bits 2400, migration 1300,
+glossary 400
+"""  # words of each page for users, as ``wc -w`` counts them; pages of the reference: 450
 
 
 def test_the_tests_named_in_the_conformance_page_exist():
@@ -43,3 +47,16 @@ def test_the_exchange_finds_what_it_looks_for():
     assert "3 workers hold a 1800 x 300 matrix in unequal blocks" in done.stdout
     found, exact = map(float, re.search(r"([\d.]+) by 200 rounds of calls, ([\d.]+) by", done.stdout).groups())
     assert abs(found - exact) < 0.01 * exact
+
+
+def test_pages_for_users_are_short():
+    (use,) = re.findall(r"- Use:\n(.*?)\n  - Develop:", (ROOT / "mkdocs.yml").read_text(), re.DOTALL)
+    pages = re.findall(r": ([\w/-]+\.md)$", use, re.MULTILINE)
+    words = {page: len((ROOT / "docs" / page).read_text().split()) for page in pages}
+    budgets = {name: int(most) for name, most in re.findall(r"([\w-]+) (\d+)", AT_MOST)}
+    assert {page: n for page, n in words.items() if n > budgets.get(pathlib.Path(page).stem, 450)} == {}
+    assert sum(words.values()) <= 14_000
+
+
+def test_there_are_twenty_sharp_bits():
+    assert len(re.findall("^## ", (ROOT / "docs" / "sharp-bits.md").read_text(), re.MULTILINE)) == 20
