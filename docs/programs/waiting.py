@@ -12,6 +12,6 @@ def result_of_step():
 
 me = jd.init()
 with jd.context():
-    jd.rpc_sync((me.rank + 1) % jd.world_size(), result_of_step)
+    jd.on((me.rank + 1) % jd.world_size(), result_of_step)()
 done.set()  # too late: the next rank waits for this one as well
 jd.shutdown()
