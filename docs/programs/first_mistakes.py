@@ -35,16 +35,17 @@ MISTAKES = {
         jd.init()
         jd.DDP(model)
         jd.rpc_snyc("worker1", double, args=(x,))
-        jd.rpc_sync("worker9", double, args=(x,))
-        jd.rpc_sync(double, "worker1")
-        jd.rpc_sync("worker1", double(x))
+        jd.on("worker9", double)(x)
+        jd.on(double, "worker1")
+        jd.on("worker1", double(x))
+        jd.on("worker1", double)()
+        jd.on("worker1", double, timeout=0)(x)
+        jd.on("worker1", double, args=(x,))
         jd.rpc_sync("worker1", double, x)
-        jd.rpc_sync("worker1", double)
         jd.rpc_sync("worker1", double, x=x)
-        jd.rpc_sync("worker1", double, args=(x,), timeout=0)
-        jd.rpc_async("worker1", double, args=(x,)).wait()
-        jd.rpc_async("worker1", double, args=(x,)).value()
-        jd.rpc_async("worker1", double, args=(x,)) + 1
+        jd.on("worker1", double).start(x).wait()
+        jd.on("worker1", double).start(x).value()
+        jd.on("worker1", double).start(x) + 1
         jd.map(double, [1, 2, 3], workers=[])
     """,
     "References": """
@@ -114,7 +115,7 @@ def answer(code, names):
 
 def main():
     with jd.local_workers(3):
-        reference, x = jd.remote("worker1", make, args=(3,)), jnp.ones(3)
+        reference, x = jd.on("worker1", make).keep(3), jnp.ones(3)
         names = {"jd": jd, "jax": jax, "jnp": jnp, "np": np, "optax": optax, "pickle": pickle, "loss_fn": loss_fn}
         names |= {"double": double, "reference": reference, "x": x, "model": double, "loss": loss_fn(x)}
         names["optimizer"] = jd.DistributedOptimizer(optax.sgd(0.1), [reference])
