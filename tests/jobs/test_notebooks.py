@@ -82,7 +82,7 @@ def test_the_interrupt_button_ends_the_wait_and_leaves_the_world_usable(kernel):
     manager, client = kernel
 
     assert run(client, "import threading, jdistgrad as jd; workers = jd.local_workers(3)")["status"] == "ok"
-    waits = "print('waiting', flush=True); jd.rpc_sync(1, threading.Event().wait)"
+    waits = "print('waiting', flush=True); jd.on(1, threading.Event().wait)()"
     identifier = client.execute(waits, stop_on_error=False)  # otherwise Jupyter drops requests that follow soon
     printed = ""
     while "waiting\n" not in printed:  # a stream may come in several pieces
@@ -91,4 +91,4 @@ def test_the_interrupt_button_ends_the_wait_and_leaves_the_world_usable(kernel):
     while (reply := client.get_shell_msg(timeout=30))["parent_header"]["msg_id"] != identifier:
         pass
     assert reply["content"]["ename"] == "KeyboardInterrupt"
-    assert run(client, "assert jd.rpc_sync(1, abs, args=(-3,)) == 3")["status"] == "ok"
+    assert run(client, "assert jd.on(1, abs)(-3) == 3")["status"] == "ok"
