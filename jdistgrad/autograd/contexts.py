@@ -1,4 +1,4 @@
-"""Contexts: they gather gradients on every worker that a computation reaches, until their block ends."""
+"""Contexts, which collect gradients on every worker that a computation reaches, until their block ends."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -62,8 +62,8 @@ class Context(Corrected):
 
     def __reduce__(self) -> Any:
         raise EncodingError(
-            f"{self!r} is this worker's. Send its number, ctx.id, which get_gradients and optimizer.step take, too. "
-            "Calls that are made in a context are in it where they arrive."
+            f"{self!r} belongs to this worker and cannot be sent. Send ctx.id, which get_gradients and optimizer.step "
+            "also take; a function that is called in a context runs in this context on the other worker."
         )
 
     def __repr__(self) -> str:
@@ -136,13 +136,13 @@ def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
       DifferentiationError: JAX traces this code (grad, vmap, jit ...), to which the gradients would be constants.
 
     Example:
-      >>> jd.rpc_sync("worker1", jd.get_gradients, args=(ctx.id,))  # of the values that worker1 owns
+      >>> jd.on("worker1", jd.get_gradients)(ctx.id)  # of the values that worker1 owns
     """
     if not trace_state_clean():
         raise DifferentiationError(
-            "get_gradients inside a function that JAX traces (grad, vmap, jax.jit, scan ...): its result would be a "
-            "constant there, without a derivative. Call it outside; for derivatives of gradients, differentiate copies "
-            "of the values, rref.to_here()."
+            "get_gradients inside a function that JAX traces (grad, vmap, jax.jit, scan ...) would return constants, "
+            "without a derivative. Call get_gradients outside; for derivatives of gradients, differentiate copies of "
+            "the values, rref.to_here()."
         )
     found, references = dict[RRef[Any], Any](), current_worker().references
     for identifier, leaves in find_context(ctx).tape.gradients().items():
@@ -154,7 +154,7 @@ def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
 
 @contextlib.contextmanager
 def some_context(*, needed: bool = True) -> Iterator[Any]:
-    """Use the context this thread is in, or open one if calls may need it; yield the new context's lease, or None."""
+    """Use this thread's context, or open one if calls may need a context; yield the new context's lease, or None."""
     if not needed or current_scope() is not None or find_worker() is None or not trace_state_clean():
         yield None
         return

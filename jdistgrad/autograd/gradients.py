@@ -70,13 +70,13 @@ class RemoteGradient(Elsewhere):
         """Return the scope to fetch the gradient in. Raises if it cannot be fetched here and now."""
         if self.scope is None:
             raise ContextError(
-                f"the {self} belongs to no context: it was made outside any `with jdistgrad.context()`, or in a "
-                "function that is staged. Such a function returns the gradient, and its caller fetches it."
+                f"the {self} belongs to no context: the gradient was made outside `with jdistgrad.context()`, or in a "
+                "staged function. Make the gradient inside a context; from a staged function, return it and fetch it."
             )
         if not trace_state_clean():
             raise DifferentiationError(
-                f"the {self} was fetched inside a function that JAX traces (grad, vmap, jax.jit, jd.jit, scan ...): it "
-                "would be zero, a sum over the batch, or without a derivative. Return the gradient from the traced "
+                f"the {self} was fetched inside a function that JAX traces (grad, vmap, jax.jit, jd.jit, scan ...), "
+                "where it would be zero, a sum over the batch, or without a derivative. Return the gradient from the "
                 "function and fetch it outside, or differentiate a copy of the value, rref.to_here()."
             )
         current_worker().scopes.find(self.scope.id)
@@ -84,8 +84,8 @@ class RemoteGradient(Elsewhere):
 
     def __reduce__(self) -> Any:
         raise EncodingError(
-            f"the {self} stays on its owner, in its context. Send a copy of it, gradient.to_here(), or let its owner "
-            "use it: jd.DistributedOptimizer, or jd.get_gradients(ctx) in a function that runs there."
+            f"the {self} stays on its owner and cannot be sent. Send a copy, gradient.to_here(), or use the gradient "
+            "on the owner: jd.DistributedOptimizer, or jd.get_gradients(ctx) in a function that runs there."
         )
 
     def __repr__(self) -> str:
@@ -215,7 +215,7 @@ def grad(
 
 
 def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple[V, tuple[Any, ...]]:
-    """Run a function, differentiate what it returns, and gather the gradients in a context.
+    """Run a function, differentiate what it returns, and collect the gradients in a context.
 
     Arguments:
       ctx: an open context of this worker.
@@ -261,7 +261,7 @@ def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple
 def _require_function(fun: Any, usage: str) -> None:
     if not callable(fun):
         raise TypeError(
-            f"{usage}. JAX differentiates functions; this {type(fun).__name__} does not know how it was computed."
+            f"{usage}. JAX differentiates functions; this {type(fun).__name__} has no record of its computation."
         )
 
 
@@ -269,14 +269,14 @@ def _scalar(root: Any) -> Any:
     """Return a root. Raises DifferentiationError if it is not a local, real float scalar."""
     if isinstance(root, RRef):
         raise DifferentiationError(
-            f"a root of a derivative must be local, not {root}. Fetch it first: return rref.to_here().", root=root
+            f"a function to differentiate must return a local scalar, not {root}. Return rref.to_here().", root=root
         )
     is_number = is_array(root) or isinstance(root, int | float | complex)
     if not is_number or jnp.shape(root) != () or not jnp.issubdtype(jnp.result_type(root), jnp.floating):
         what = f"{root.dtype}{list(root.shape)}" if is_array(root) else f"a {type(root).__name__}"
         raise DifferentiationError(
-            f"a root of a derivative must be a real float scalar, not {what}. Sum an array, or take its mean; of a "
-            "complex number take the real part or the absolute value, or use jax.vjp."
+            f"a function to differentiate must return a real float scalar, not {what}. Return the sum or mean of an "
+            "array, the real part or absolute value of a complex number; or use jax.vjp."
         )
     return root
 

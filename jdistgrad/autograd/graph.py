@@ -1,4 +1,4 @@
-"""The recorded graph of a context: which messages its workers sent each other, where gradients came back, a picture.
+"""The recorded graph of a context: the messages between its workers, the gradients that came back, and a picture.
 
 Each crossing of the wire is a send on one worker and a recv on another, under one message id: a call has a pair for its
 arguments and a pair for its results, and a fetch has one pair. In the backward pass the two roles of a pair swap. There
@@ -97,7 +97,7 @@ def part_of(context: int) -> tuple[list[Link], set[int]]:
 
 
 def pairs(links: Sequence[Link]) -> list[Pair]:
-    """Make pairs of links; a cause stands before its effects."""
+    """Return the pairs of links, each cause before its effects."""
     pulls = collections.Counter(link.message for link in links if link.backward and link.reference is None)
     gradients: dict[tuple[int | None, int], list[Link]] = {}  # by the reference and the worker that sends them
     for link in dict.fromkeys(links):  # a pullback that ran again counts once

@@ -1,6 +1,6 @@
 """Calls with traced arguments: ``rpc_sync`` and the other calls inside grad, vmap and jit.
 
-Also those whose result stays on the callee: the owner pulls once the whole gradient has come.
+Also those whose result stays on the callee: the owner pulls once the whole gradient has arrived.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ class CallRemote(Call):
 
 @dataclasses.dataclass(frozen=True)
 class PullbackAtOwner(MadeOf):
-    """The pullback of a function whose result stayed here. The result's cotangent is taken from the owner's ledger."""
+    """The pullback of a function whose result stayed here. It takes the result's cotangent from the owner's ledger."""
 
     orders: Orders
     title = "the pullback of {}"
@@ -103,7 +103,7 @@ class TracedCalls:
         return operation.results.rebuild(rules.with_tangents(operation)(*operands))
 
     def rpc_async(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> Any:
-        """Make the call at once and return a future that is done. The staged step sends calls out together."""
+        """Make the call at once and return a future that is done. The staged step sends such calls together."""
         return done_future(functools.partial(self.rpc_sync, to, function, args, kwargs, timeout))
 
     def remote(self, to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | None) -> RRef[Any]:

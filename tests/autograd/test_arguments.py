@@ -218,7 +218,7 @@ def test_a_container_that_loses_its_arrays_is_named(big_world, stage):
     assert_close(jd.rpc_sync(rank(1), squared, args=(ByType(vector(3)),)), vector(3) ** 2)
     losses = [lambda x: sync(1, squared, ByType(x)).sum(), lambda x: sync(2, contained, x).content.sum()]
     for loss in losses:
-        with jd.context(), pytest.raises(Exception, match=r"test_arguments\.ByType is not put together again"):
+        with jd.context(), pytest.raises(Exception, match=r"test_arguments\.ByType cannot be rebuilt"):
             stage(jd.grad(loss))(vector(3))
 
 

@@ -46,7 +46,7 @@ def differentiated(primal: Primal, operands: Sequence[Any], orders: Orders) -> t
 
 
 def pulled(pullback: Any, cotangents: Iterable[Any]) -> list[Any]:
-    """Return what a pullback makes of cotangents. Custom rules are written for arrays of JAX, and get such."""
+    """Apply a pullback to cotangents, as arrays of JAX, for which users' custom rules are written."""
     return list(pullback(as_jax(list(cotangents))))
 
 
@@ -111,9 +111,9 @@ OTHERS = {"jax", "jdistgrad", "jaxlib", "numpy", "contextlib", "functools"}
 
 @dataclasses.dataclass
 class explained(contextlib.AbstractContextManager[Any, None]):  # noqa: N801 used like a function
-    """A block that turns JAX's errors about a function that cannot be traced into one sentence, with the line.
+    """Turn JAX's errors in a block about a function that cannot be traced into one error, with the user's line.
 
-    It is no generator, which would add its frames to tracebacks.
+    A class, since a generator would add its frames to tracebacks.
     """
 
     function: Any

@@ -187,16 +187,16 @@ def pulled_back(
 
 
 def _refuse_new_references(result: Any, given: Any, function: Any) -> None:
-    """Refuse a reference that a function has made in a run that is not the call itself: nobody will hold it.
+    """Refuse a reference that a function has made in a run that is not the call itself: it would have no holder.
 
     The caller's contributions go to the reference that the call has made.
     """
     known = {leaf.id for leaf in trees.leaves(given) if isinstance(leaf, RRef)}
     if any(isinstance(leaf, RRef) and is_traced(leaf) and leaf.id not in known for leaf in trees.leaves(result)):
         raise DifferentiationError(
-            f"{describe(function)} returns a reference that it makes itself, but has to run again: for a second "
-            "derivative, or for the shapes of its results inside jax.jit and jd.jit. Each run makes another reference. "
-            "Return the value, and let the caller keep it there by jdistgrad.remote."
+            f"{describe(function)} returns a new reference in each run, but has to run again: for a second derivative, "
+            "or for the shapes of its results inside jax.jit and jd.jit. Return the value, and let the caller keep it "
+            "there: jd.on(worker, f).keep(...)."
         )
 
 
@@ -272,12 +272,12 @@ class Typed(Around):
         return typed, (self.function, self.types)
 
 
-# Those that somebody holds, such as compiled code. A function may hold a batch: nothing else may keep it alive.
+# Those in use, by compiled code for example. A function may hold a batch, so this table must not keep it alive.
 _known: "weakref.WeakValueDictionary[tuple[Any, Types], Typed]" = weakref.WeakValueDictionary()
 
 
 def typed(function: Any, types: Types) -> Typed:
-    """Return the same Typed for the same function and types: compiled code is cached by the functions that it has."""
+    """Return the same Typed for the same function and types: JAX caches compiled code by the function."""
     called, made = function, Typed(function, types)
     while isinstance(called, ServedFunction) and hasattr(called, "function"):
         called = called.function
@@ -349,9 +349,9 @@ def nothing_hidden(results: Layout, function: Any) -> Layout:
     for leaf in trees.leaves(results.tree):
         if not isinstance(leaf, SEEN_THROUGH) and hides_traced(leaf):
             raise DifferentiationError(
-                f"{describe(function)} returned a {type(leaf).__name__} with an array inside. JAX does not look into "
-                "it, so there is no derivative. Return a container that JAX knows (jax.tree_util.register_dataclass "
-                "makes one of your class)."
+                f"{describe(function)} returned a {type(leaf).__name__} with an array inside, which has no derivative: "
+                "the object is no pytree. Return a pytree; jax.tree_util.register_dataclass registers your class as "
+                "one."
             )
     return results
 
@@ -394,7 +394,7 @@ def state_among(function: Any, args: Args) -> StateOfCall | None:
 
 
 def with_state(function: Any, args: Args) -> Args:
-    """Return the arguments with the present state, for a run that stores nothing."""
+    """Return the arguments with the current state, for a run that stores nothing."""
     reference = _reference(function, args)
     return args if reference is None else _replaced(function, args, StateOfCall(reference.to_here()))
 
@@ -409,7 +409,7 @@ def with_state_of(tag: Any, function: Any, args: Args) -> Args:
 
 @contextlib.contextmanager
 def changing_state(function: Any, args: Args) -> Iterator[tuple[Args, StateOfCall | None]]:
-    """Give a block the arguments with the present state, and store the state that the block leaves there.
+    """Give a block the arguments with the current state, and store the state that the block leaves there.
 
     Calls that change one state take turns. If the block raises an exception, nothing is stored.
     """

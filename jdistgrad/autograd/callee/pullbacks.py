@@ -191,14 +191,14 @@ def _compiled_for(function: Any, layout: Layout, orders: Orders) -> Compiled | N
 
 
 def pays(seen: set[Hashable], arguments: Hashable) -> bool:
-    """Return whether to compile for non-array arguments: for the first that come, not for ever new ones."""
+    """Return whether to compile for these non-array arguments: only for the first few combinations."""
     if len(seen) < STATICS_COMPILED:  # others are not kept: there may be one for each call, and it may be large
         seen.add(arguments)
     return arguments in seen
 
 
 def _kind(leaf: Any, by_jit: str) -> tuple[Any, Any]:
-    """Return what becomes of a leaf in compiled code: an integer may be an axis there, unless it is traced anyway."""
+    """Return how compiled code takes a leaf: as an argument or a constant. An integer may be an axis: a constant."""
     if isinstance(leaf, Hole):
         return VARIABLE, None
     is_number = isinstance(leaf, float | complex) or (by_jit == TRACED and type(leaf) in (int, bool))

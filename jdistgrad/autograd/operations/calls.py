@@ -74,7 +74,7 @@ class Call(Crossing):
 
     @property
     def is_recorded(self) -> bool:
-        """Return whether the call is recorded here and now. What only a context can hold fails without one."""
+        """Return whether the call is recorded now. References and state can be recorded in a context only."""
         if not self.orders or current_scope() is not None:
             return bool(self.orders)
         return self.differentiates_references or self.state is not None
@@ -84,7 +84,7 @@ class Call(Crossing):
         return not self.results_come_here or any(map(self.handles().intersection, self.orders))
 
     def released(self) -> "Call":
-        """Return the same call for JAX to keep: what JAX keeps for ever must keep no value alive, so the tape does.
+        """Return the same call for JAX 0.10, which keeps calls for ever: the tape keeps the values alive instead.
 
         Outside any context, compiled code has no tape, and keeps the values that it is called with.
         """
@@ -99,7 +99,7 @@ class Call(Crossing):
         return dataclasses.replace(self, arguments=arguments)
 
     def start(self, operands: Sequence[Any]) -> Started:
-        """Send the call as it is made: mostly the structure of its result is known from the answer only."""
+        """Send the call as the user made it: mostly, only the answer tells the structure of its result."""
         results, numbers = self.results, self.drawn(operands)
         orders = self.leaves() if numbers else ()
         stop = CallStop(None, orders, self.lanes, len(results.shapes) if results.have_keys else None)

@@ -59,7 +59,7 @@ class Fetch(Crossing):
         return Started(rref.value_future(self.timeout), finish)
 
     def at_once(self, operands: Sequence[Any]) -> Any:
-        """Return the claim, if the value is known to exist elsewhere and to hold nothing but arrays; else None."""
+        """Return the claim, if the value is known to exist elsewhere and to hold only arrays; else None."""
         claim = reference_of(self.reference, operands)._claim
         at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
         return claim if at_hand and self.timeout is None and self.results.are_arrays else None
@@ -164,7 +164,7 @@ class Take(Crossing):
     count: int  # the number of leaves in all
     leaves: tuple[jax.ShapeDtypeStruct, ...]  # shapes of the wanted leaves
     lanes: tuple[int, ...] = ()
-    title = "for the sum of contributions on rank {0.to}"
+    title = "the sum of contributions on rank {0.to}"
     function, where, first = None, "", 1
 
     def stop(self) -> tuple[TakeStop, list[Any]]:
@@ -174,8 +174,8 @@ class Take(Crossing):
         marks, *others = np.reshape(operands[0], (-1, *NO_MARKS.shape))
         if any(np.any(one != marks) for one in others):  # they count for all lanes: the owner would wait for ever
             raise DifferentiationError(
-                f"no derivative is known {self} row by row, as jax.jacrev asks of a function that returns the "
-                "gradient of a reference. Differentiate a copy of the value, rref.to_here()."
+                f"{self} has no derivative row by row, as jax.jacrev takes it of a function that returns the gradient "
+                "of a reference. Differentiate a copy of the value, rref.to_here()."
             )
         return *from_token(operands[1]), next_number()
 

@@ -44,7 +44,7 @@ def with_pullback(operation: Operation, token_of: Callable[..., Any], backward: 
     """
 
     def record(*operands: Any) -> Any:
-        values = [as_array(one.value) for one in operands]  # under jvp JAX hands over users' Python floats
+        values = [as_array(one.value) for one in operands]  # under jvp JAX 0.10 passes users' Python floats
         perturbed = tuple(k for k, one in enumerate(operands) if one.perturbed and is_differentiable(values[k]))
         outputs, shapes = again()(*values), [jax.ShapeDtypeStruct(jnp.shape(one), one.dtype) for one in values]
         return outputs, (token_of(values, outputs), Given(shapes, perturbed))
@@ -95,7 +95,7 @@ def with_tangents(operation: Call | Linear) -> Callable[..., tuple[Any, ...]]:
 def _pushed_through(
     operation: Call | Linear, operands: Sequence[Any], tangents: Mapping[int, Any]
 ) -> tuple[Sequence[Any], dict[int, Any]]:
-    """Return an operation's outputs, and the tangents of those that have derivatives. Arguments are by number."""
+    """Return an operation's outputs, and the tangents of those that have derivatives, by number."""
     perturbed = [k for k in tangents if is_differentiable(operands[k])]
     if _is_linear(operation, perturbed, operands):
         # JAX must see that the derivative does not depend on the perturbed operands, which are inputs, as in implicit
@@ -123,7 +123,7 @@ def _pushed_through(
 def _is_linear(operation: Any, perturbed: Sequence[int], operands: Sequence[Any]) -> TypeGuard[Push]:
     """Return whether an operation is linear in the operands with these numbers.
 
-    A pull is not always: a custom rule may do with cotangents what it likes.
+    A pull need not be: a custom rule may be nonlinear in the cotangents.
     """
     return isinstance(operation, Push) and all(k >= len(operands) - operation.inputs for k in perturbed)
 

@@ -17,7 +17,7 @@ from jdistgrad.rpc.functions import describe
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 
-# Uses, each with an object that it needs. JAX keeps operations for ever, so the object is not in them.
+# Uses, each with an object that it needs. JAX 0.10 keeps operations for ever, so the object is not in them.
 Kept = list[tuple["Use", Any]]
 
 _kept: contextvars.ContextVar[Kept | None] = contextvars.ContextVar("jdistgrad_uses_kept", default=None)
@@ -25,7 +25,7 @@ _kept: contextvars.ContextVar[Kept | None] = contextvars.ContextVar("jdistgrad_u
 
 @contextlib.contextmanager
 def kept() -> Iterator[Kept]:
-    """Trace a block that may use gradients, and list its uses. Whoever runs it runs all of them, in their order."""
+    """Trace a block that may use gradients, and list its uses. A run of the block runs all of them, in order."""
     uses: Kept = []
     token = _kept.set(uses)
     try:
@@ -76,9 +76,9 @@ class Use(Crossing):
 
     def misplaced(self) -> DifferentiationError:
         return DifferentiationError(
-            f"{describe(self.used.uses)} inside a transformation of JAX's (jax.jit, grad, vmap, scan, cond ...), which "
-            "may drop it, repeat it or move it. Make it outside of them, or in a function staged by jd.jit, not in a "
-            "loop or a branch there."
+            f"{describe(self.used.uses)} cannot run inside a transformation of JAX (jax.jit, grad, scan ...), which "
+            "may drop, repeat or move it. Call it outside, or in a function staged by jd.jit, but not in a loop or a "
+            "branch there."
         )
 
 

@@ -54,7 +54,7 @@ class Equation:
     def states(self) -> set[Any]:
         """Return what identifies the states that the equation may change, also in the body of a loop or a branch.
 
-        What happens in the program's order changes a state that nobody has: its effect.
+        An ordered effect counts as a state that the equation changes.
         """
         return _states(self.eqn) if self.eqn is not None else set(self.operation.states)
 
@@ -67,7 +67,7 @@ class Equation:
 def flatten(closed: Any) -> tuple[list[Equation], list[int], list[Atom], int]:
     """Return a jaxpr's equations, inputs, outputs and number of variables. Inner jaxprs with operations are inlined.
 
-    NumPy arrays among its constants are copied: the program may change them before what needs them is compiled.
+    NumPy arrays among its constants are copied: the program may change them before JAX compiles their users.
     """
     equations: list[Equation] = []
     count = iter(range(1 << 40))

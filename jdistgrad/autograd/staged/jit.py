@@ -100,7 +100,7 @@ class StagedFunction(Generic[P, T]):
         return self if instance is None else types.MethodType(self, instance)
 
     def plan(self, *args: P.args, **kwargs: P.kwargs) -> StepPlan:
-        """Return the plan of the step for arguments like these; printed, it shows the pieces and messages."""
+        """Return the plan of the step for arguments like these; ``print(plan)`` shows its pieces and messages."""
         leaves, structure = self._flatten(args, kwargs)
         return self._step(leaves, structure).plan
 

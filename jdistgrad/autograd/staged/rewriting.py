@@ -28,7 +28,7 @@ def in_program_order(equations: Sequence[Equation]) -> list[Equation]:
 
     What may change a state waits for what may have changed the same state before; so does what has an effect that
     happens in order (a callback; a reduction, since ranks in different ones wait for each other). A use of gradients
-    may change values, and nobody knows who reads these: it waits for all calls, fetches and effects with a result (such
+    may change values that any call may read: it waits for all calls, fetches and effects with a result (such
     as averages over ranks) before it, but not for those that its gradients come from, which have been served when it
     runs; all later ones wait for it.
     """

@@ -1,4 +1,4 @@
-"""Running a step: pieces and messages as a dataflow, each as soon as its inputs are there."""
+"""Runs of a step: pieces and messages as a dataflow, each as soon as its inputs are known."""
 
 import collections
 import concurrent.futures
@@ -240,11 +240,11 @@ def compiled(unit: Unit) -> Callable[..., list[Any]]:
         return [known[output] for output in unit.outputs]
 
     if jaxprs.calls_back(equation.eqn for equation in unit.equations):
-        return jax.jit(run)  # for one worker, and only as long as the step
+        return jax.jit(run)  # not shared: for one worker, and as long as the step
     held = [atom.value for one in unit.equations for atom in one.inputs if isinstance(atom, Constant)]
     held += [value for one in unit.equations for value in jaxprs.arrays_in(one.eqn)]
     if sum(getattr(value, "nbytes", 0) for value in held) > SMALL:
-        return once_for_all(jax.jit(run))  # who shared it would keep these arrays, which the step has closed over
+        return once_for_all(jax.jit(run))  # sharing it would keep these arrays alive, which the step closes over
     shared: Callable[..., list[Any]] = _shared.get(key(unit), lambda: jax.jit(run))
     return once_for_all(shared)
 

@@ -181,7 +181,7 @@ class Ledger:
             return in_order([*self._kept.get(target, []), *self._found[target]])
 
     def may_be_sum(self, target: Target, marks: Marks) -> bool:
-        """Return whether contributions that have come add up to these marks, as far as marks can show."""
+        """Return whether the contributions that are here may add up to these marks."""
         with self._lock:
             found = [*self._kept.get(target, []), *self._found[target]]
             if not marks[0] or (target, marks) in self._used or any(one.number == REPLACED for one in found):
@@ -206,7 +206,7 @@ class Ledger:
             return list({**self._kept, **{target: found for target, found in self._found.items() if found}})
 
     def give_up(self, error: BaseException) -> None:
-        """Fail everything that waits, now and later: no more contributions will come."""
+        """Fail all takes that wait with this error, now and later: no more contributions will arrive."""
         with self._lock:
             self._error = error
             waiting = [one for each in self._waiting.values() for one in each]
@@ -246,7 +246,7 @@ def _finish(ready: list[Completed]) -> None:
 def mixed_passes() -> DifferentiationError:
     return DifferentiationError(
         "several backward passes go through the value of one reference at the same time, with so many contributions "
-        "that they cannot be told apart. Let one of them need the other's result, or open a context for each."
+        "that they cannot be distinguished. Open a context for each pass, or let one need the other's result."
     )
 
 

@@ -30,7 +30,7 @@ _PROGRAM = (), itertools.count().__next__
 
 
 class at_place:  # noqa: N801 used like a function; a generator would take twice as long
-    """A block whose messages get places below this place, in the order in which it sends them."""
+    """Give the messages of a block places below this place, in the order in which the block sends them."""
 
     __slots__ = ("_outer", "_own")
 
@@ -113,7 +113,7 @@ class Tape:
             self._changed.notify_all()
 
     def find(self, message: int, *, last: bool) -> Any:
-        """Wait for the recording of a message and return it. ``last``: it will not be requested again.
+        """Wait for the recording of a message and return the recording. ``last``: release it, this is its last pull.
 
         Raises:
           ContextError: the context closed first, or the recording is requested after its last pull.
@@ -126,8 +126,8 @@ class Tape:
             wait_in_slices(functools.partial(self._changed.wait_for, is_settled))
             if message in self._pulled:
                 raise ContextError(
-                    f"what was recorded for message {spell(message)} has been pulled back for the last time: "
-                    "differentiate the whole computation again."
+                    f"the recording of message {spell(message)} was released after its last backward pass. "
+                    "Differentiate the whole computation again."
                 )
             if message not in self.recordings and self._error is not None:
                 raise self._error
@@ -143,7 +143,7 @@ class Tape:
             self.recordings.clear()
 
     def give_up(self, error: BaseException) -> None:
-        """Fail everything that waits for what will not come any more, now and later."""
+        """Fail all waits for recordings and contributions with this error, now and later."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -170,7 +170,7 @@ _replay: contextvars.ContextVar[tuple[int, Iterator[int]] | None] = contextvars.
 
 @contextlib.contextmanager
 def replaying(number: Any) -> Iterator[None]:
-    """Give a block the same ids each time it runs: derivatives run a pullback again, but it contributes once.
+    """Give a block the same ids in each run: derivatives run a pullback again, but the pullback contributes once.
 
     ``number`` is a token. If it is traced, nothing is done: code that is being compiled contributes nothing.
     """
@@ -202,9 +202,9 @@ def current_tape(what: Callable[[], str]) -> Tape:
     scope = current_scope()
     if scope is None:
         raise ContextError(
-            f"{what()} is differentiated outside any context, where gradients of references have no place, nor, in "
-            "compiled code, has state. Put it inside `with jdistgrad.context() as ctx:`, or use "
-            "jdistgrad.value_and_grad, which opens one itself (but not where JAX traces it: under jax.jit, vmap ...)."
+            f"{what()} is differentiated outside any context, but gradients of references, and in compiled code "
+            "changes of state, need one. Differentiate inside `with jdistgrad.context() as ctx:`, or use "
+            "jdistgrad.value_and_grad, which opens a context unless JAX traces it (under jax.jit, vmap ...)."
         )
     return scope.content(Tape)
 

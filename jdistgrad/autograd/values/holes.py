@@ -85,9 +85,9 @@ class Layout:
             kinds = {type(node) for node in trees.nodes(self.tree)} - {dict, list, tuple}
             names = ", ".join(sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds))
             raise DifferentiationError(
-                f"{names} is not put together again as it was: where other objects stand in place of its arrays, JAX "
-                "does not find them in it. Its pytree registration may tell children from settings by their types. "
-                "Send its arrays, and make it of them in the called function."
+                f"{names} cannot be rebuilt: with other objects in place of its arrays, the pytree has fewer leaves. "
+                "Let its pytree registration not depend on the types of its children, or send the arrays and make the "
+                "object of them in the called function."
             )
         return filled
 
@@ -194,7 +194,7 @@ def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, l
 
 
 def operands_of(reference: RRef[Any]) -> tuple[list[Any], Any]:
-    """Return what stands for a reference among operands: its marks, and its token if it has one; and its structure."""
+    """Return a reference's operands (its marks, and its token if there is one) and its structure."""
     (handle, *token), structure = jax.tree.flatten(reference)
     return [marks_of(handle), *token], structure
 
@@ -283,7 +283,7 @@ class Results:
         if len(arrays) != len(self.shapes):
             raise changed_structure(len(arrays), len(self.shapes))
         for array, shape in zip(arrays, self.shapes, strict=True):
-            # JAX makes float32 of NumPy's float64 without x64.
+            # JAX converts NumPy's float64 to float32 without jax_enable_x64.
             same = array.dtype == shape.dtype or jax.dtypes.canonicalize_dtype(array.dtype) == shape.dtype
             if array.shape != shape.shape or not same:
                 was, had = (f"{one.dtype}{list(one.shape)}" for one in (array, shape))
@@ -297,7 +297,7 @@ class Results:
     def rebuild(self, arrays: Any) -> Any:
         """Return the result that contains these arrays. Its references alone keep their values alive from now on.
 
-        JAX keeps the call, and so its layout, for ever.
+        JAX 0.10 keeps the call, and so its layout, for ever.
         """
         assert self.known is not None
         layout, shapes = self.known
@@ -329,7 +329,7 @@ def changed_structure(found: int, expected: int) -> DifferentiationError:
 class Uniform:
     """An array that is one number everywhere, such as the cotangent of a sum's operand: only the number is sent.
 
-    Compiled code that takes it in this form need never make the array.
+    Compiled code that takes this form need never make the array.
     """
 
     value: np.ndarray

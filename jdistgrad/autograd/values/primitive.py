@@ -57,7 +57,7 @@ class Operation:
     """An action that JAX sees cross the wire.
 
     An operation has operands and outputs, all of them arrays. It can be started on concrete operands, and it knows the
-    shapes of its outputs and its form over a batch. ``title`` shows it to people.
+    shapes of its outputs and its form over a batch. ``title`` names it in errors.
     """
 
     title: ClassVar[str]
@@ -104,7 +104,7 @@ class Operation:
     def batched(self, size: int, batched: Sequence[bool]) -> Batched:
         """Return the operation over a batch. ``batched`` tells which operands begin with a batch dimension."""
         raise DifferentiationError(
-            f"{self} cannot be batched: a reference is one value, not a batch of them. Make it outside jax.vmap."
+            f"{self} cannot be batched: a reference is one value, not a batch of values. Call it outside jax.vmap."
         )
 
 
@@ -117,8 +117,8 @@ def done(outputs: list[Any]) -> Started:
 wire_p = Primitive("wire")
 wire_p.multiple_results = True
 
-# Marks an integer as having no tangent. JAX gives every result of a custom_vjp a tangent, integers one of dtype float0.
-# A scan that is differentiated again adds these tangents up, which JAX refuses.
+# Marks an integer as having no tangent. JAX 0.10 gives all results of a custom_vjp tangents, integers of dtype float0.
+# A scan that is differentiated again adds these tangents, which JAX refuses.
 untied_p = Primitive("untied")
 
 
@@ -171,7 +171,7 @@ def run(*operands: Any, operation: Operation) -> list[Any]:
 
 
 def _outputs(operation: Operation, operands: Sequence[Any], shapes: Callable[[], Sequence[Any]]) -> list[Any]:
-    """Perform an operation. If there is filling in place of its tag, its outputs are zeros."""
+    """Perform an operation. If a placeholder stands for its tag, its outputs are zeros."""
     if operation.follows_tag and stands_for_nothing(operands[0]):
         return [np.zeros(one.shape, one.dtype) for one in shapes()]
     return operation.start(operands).outputs()
@@ -240,7 +240,7 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
     origin, shapes = _lowering(operation), [jax.ShapeDtypeStruct(one.shape, one.dtype) for one in context.avals_out]
 
     def perform(*operands: Any) -> list[np.ndarray]:
-        """Run on a thread of XLA's, without using JAX, which could deadlock here."""
+        """Run on a thread of XLA, without JAX, which could deadlock: https://github.com/jax-ml/jax/issues/24255."""
         try:
             found = _perform(operation, origin, shapes, [*map(np.asarray, operands)], called_here=False)
             return [np.asarray(one) for one in found]
@@ -253,7 +253,7 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
 
 
 def _lowering(operation: Any) -> Any:
-    """Note that JAX compiles an operation, and return where it is made; a use of gradients refuses."""
+    """Note that JAX compiles an operation; return where the operation is made. Raises for a use of gradients."""
     if operation.uses_gradients:
         raise operation.misplaced()
     _compiled.set()
