@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from helpers.jobs import as_job, example as example
+import pytest
+from helpers.jobs import EXAMPLES, as_job, example as example, output_of
 
 import jdistgrad as jd
 
@@ -114,3 +115,30 @@ def test_the_derivative_of_legacy_code_is_that_of_finite_differences(example):
         for layer, unit in enumerate(np.eye(3, dtype=np.float32)):
             slope = (run(water + step * unit) - run(water - step * unit)) / (2 * step)
             np.testing.assert_allclose(gradient[layer], slope, rtol=1e-2)
+
+
+@pytest.mark.parametrize("flags", [["--local"], []], ids=["threads", "ranks"])
+def test_two_coupled_solvers_have_the_gradient_of_the_whole(flags):
+    program = str(EXAMPLES / "partitioned_heat.py")
+    output = output_of(["-m", "jdistgrad", "run", *flags, "-n", "3", program], timeout=140)
+    error, off = numbers_in(output, r"temperatures: (.*) from the exact ones\ngradient .*: (.*) \(relative\)")
+    assert max(error, off) < 1e-10
+    before = numbers_in(output, r"solves so far: (\d+) left, (\d+) right")
+    *repeated, transposed = numbers_in(output, r"pass: (\d+) left, (\d+) right; (\d+) solves")
+    assert repeated == [0, 0]
+    assert min(*before, transposed) > 0
+
+
+def test_the_derivative_in_numpy_is_that_of_finite_differences(example):
+    free, chance = np.zeros((4, 3), bool), np.random.default_rng(0)
+    free[1:, 1] = True  # up to the cut
+    part = example("heat_in_numpy").Part(free, 0.5, 0.1)
+    args, changes = ([1 + chance.random(n) for n in (6, 12, 12)] for _ in range(2))
+
+    def moved(step):
+        return part.solve(*(one + step * change for one, change in zip(args, changes, strict=True)))
+
+    sensitivity, step = chance.normal(size=12), 1e-5
+    found = part.derivative(*args, moved(0), sensitivity)
+    along = sum(np.sum(one * change) for one, change in zip(found, changes, strict=True))
+    np.testing.assert_allclose(along, sensitivity @ (moved(step) - moved(-step)) / (2 * step), rtol=1e-7)
