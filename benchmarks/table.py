@@ -19,6 +19,7 @@ import gradients
 import local
 import pipelines
 import surviving
+import tesseract
 from measure import ROWS, Row, ended, options
 
 FOLDER = pathlib.Path(__file__).parents[1] / "build" / "benchmarks"
@@ -55,7 +56,7 @@ def plot(found: list[tuple[str, float, float | None]], path: pathlib.Path) -> No
 
 def main() -> None:
     chosen = options(__doc__)
-    for topic in (calls, local, gradients, data_parallel, devices, pipelines, surviving):
+    for topic in (calls, local, gradients, data_parallel, devices, pipelines, surviving, tesseract):
         topic.main(chosen)
     FOLDER.mkdir(parents=True, exist_ok=True)
     made = f"{datetime.date.today()}, {platform.machine()}, Python {platform.python_version()}"

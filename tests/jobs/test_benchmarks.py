@@ -14,7 +14,8 @@ TOGETHER = {
     "two ranks": (
         2,
         "calls_floor calls_jdistgrad calls_mpi compiled_pipeline_jdistgrad data_parallel_alone data_parallel_jdistgrad "
-        "data_parallel_mpi gradients_jdistgrad pipelines_jdistgrad sharding_jdistgrad surviving_jdistgrad",
+        "data_parallel_mpi gradients_jdistgrad pipelines_jdistgrad sharding_jdistgrad surviving_jdistgrad "
+        "tesseract_jdistgrad",
     ),
     "one thread a rank": (2, "stages_jdistgrad"),
     "surviving": (2, "surviving_parts_jdistgrad"),
