@@ -4,7 +4,7 @@
 
 The plate is that of preCICE's tutorial, cut in two: 1 + x^2 + alpha y^2 + beta t solves the heat equation on it. The
 left solver, in JAX, gets temperatures at the cut and returns the heat that flows out there. The right solver, in plain
-NumPy with a derivative by hand (heat_in_numpy.py), gets this heat and returns temperatures. optimistix finds the
+NumPy with a derivative by hand (legacy/heat_in_numpy.py), gets this heat and returns temperatures. optimistix finds the
 temperatures on which both agree, and differentiates this fixed point implicitly.
 """
 
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import lineax as lx
 import numpy as np
 import optimistix as optx
-from heat_in_numpy import Part
+from legacy.heat_in_numpy import Part
 
 import jdistgrad as jd
 

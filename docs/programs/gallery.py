@@ -104,6 +104,48 @@ def parameter_server():
     return chart("loss of three trainers, in order of arrival", run("parameter_server", 4)[0][0])
 
 
+def cells(values, x, label):
+    """Draw the cells of a plate that is cut in the middle, the more opaque the larger their values are."""
+    levels = {}
+    for (column, row), share in np.ndenumerate(values / np.abs(values).max()):
+        square = f"M{x + 8 * column} {120 - 8 * row}h8v8h-8z"
+        levels.setdefault((share > 0, abs(round(20 * float(share)))), []).append(square)
+    shown = [
+        f'<path class="{"returns" if above else "passes"}" style="stroke: none" fill-opacity="{level / 20}" '
+        f'd="{"".join(squares)}"/>'
+        for (above, level), squares in sorted(levels.items())
+    ]
+    words = [text(x + 40, 148, "left: JAX", "small"), text(x + 120, 148, "right: NumPy", "small")]
+    frame = f'<path class="axis" d="M{x + 80} 42V134M{x} 48H{x + 160}V128H{x}z"/>'
+    return "\n".join([*shown, frame, text(x + 80, 30, label), *words])
+
+
+def partitioned_heat():
+    jax.config.update("jax_enable_x64", True)
+    program = example("partitioned_heat")
+
+    def main():
+        me, found = jd.init(["driver", "left", "right"]), None
+        if me.name == "driver":
+            params = {"alpha": 3.0, "beta": 1.2, "conductivity": jnp.ones(2 * program.N**2)}
+            with jd.context():
+                gradient = jax.grad(program.misfit, 1)(program.coupled, params)["conductivity"]
+            found = (
+                program.simulate(program.coupled, params)[0].reshape(program.X.shape),
+                gradient.reshape(-1, program.N),
+            )
+        jd.shutdown()
+        return found
+
+    temperatures, gradient = map(np.asarray, jd.spawn(main, 3)[0])
+    return picture(
+        350,
+        160,
+        cells(temperatures[1:, 1:] - temperatures.min(), 10, "temperature"),
+        cells(gradient, 180, "gradient by conductivity"),
+    )
+
+
 def pipeline():
     return timetable(example("pipeline").SCHEDULES["zero bubble"])
 

@@ -129,10 +129,16 @@ def test_two_coupled_solvers_have_the_gradient_of_the_whole(flags):
     assert min(*before, transposed) > 0
 
 
+def test_the_page_shows_the_coupling_as_it_is():
+    *_, shown = re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / "docs/how-to/solvers.md").read_text(), re.DOTALL)
+    program = (EXAMPLES / "partitioned_heat.py").read_text().splitlines()
+    assert [line for line in shown.splitlines() if line not in program] == []
+
+
 def test_the_derivative_in_numpy_is_that_of_finite_differences(example):
     free, chance = np.zeros((4, 3), bool), np.random.default_rng(0)
     free[1:, 1] = True  # up to the cut
-    part = example("heat_in_numpy").Part(free, 0.5, 0.1)
+    part = example("legacy.heat_in_numpy").Part(free, 0.5, 0.1)
     args, changes = ([1 + chance.random(n) for n in (6, 12, 12)] for _ in range(2))
 
     def moved(step):
