@@ -9,10 +9,13 @@ import jax
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.callee.contributions import gradient_of
 from jdistgrad.autograd.gradients import RemoteGradient
+from jdistgrad.errors import DifferentiationError
 from jdistgrad.modules.function import RemoteFunction
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import current_scope, within
+from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.rref import RRef, by_reference
+from jdistgrad.rpc.worker import current_worker
 
 
 def get(tree: Any, *, timeout: float | None = None) -> Any:
@@ -62,7 +65,7 @@ def get(tree: Any, *, timeout: float | None = None) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def tree_map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
+def tree_map(f: Callable[..., Any], tree: Any, *rest: Any, in_place: bool = False) -> Any:
     """Map over the values of references as ``jax.tree.map`` does, where they are, and return new references.
 
     ``f`` gets the arrays of the values. The owner of each reference in ``tree`` maps it, all owners at the same time;
@@ -74,34 +77,54 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any) -> Any:
       f: a function as for ``rpc_sync``, of as many arguments as there are trees.
       tree: a pytree of references, modules and arrays, or a single one.
       rest: trees of the same structure.
+      in_place: let the results take the place of the values of references in ``tree``, and return these references.
+        ``jd.jit`` traces a function once for each reference: in a loop, pass it the same ones.
 
     Example:
       >>> target = jd.tree_map(jnp.copy, [enc, dec])                              # a target network
       >>> target = jd.tree_map(lambda t, p: 0.9 * t + 0.1 * p, target, [enc, dec])  # a moving average
+      >>> jd.tree_map(jnp.tanh, [enc, dec], in_place=True)
       >>> decay = sum(jd.get(jd.tree_map(lambda p: jnp.sum(p**2), [enc, dec])))     # weight decay
     """
     if not callable(f):
         raise TypeError(f"tree_map takes a function and trees, as in tree_map(jnp.copy, params), not {f!r:.60} first")
+    if in_place and not trace_state_clean():
+        raise DifferentiationError("tree_map(in_place=True) changes values. Call it outside of jax.grad, jit, jd.jit.")
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_reference)
     others = zip(*(structure.flatten_up_to(one) for one in rest), strict=True) if rest else [()] * len(leaves)
 
-    def there(leaf: Any) -> Any:
-        """Return a reference to a gradient's value in place of a gradient."""
-        if not isinstance(leaf, RemoteGradient):
-            return leaf
-        with within(leaf.checked_scope()):
-            return api.remote(leaf.owner, gradient_of, leaf.identified())
+    def mapped(leaf: Any, others: Sequence[Any]) -> Any:
+        if not _is_reference(leaf):
+            return jax.tree.map(f, leaf, *get(list(others)))
+        first, *rest = jax.tree.map(_at_hand, (leaf, *others), is_leaf=_is_reference)
+        if in_place:
+            return api.remote(leaf.owner, _map_in_place, (f, by_reference(first), *rest))
+        return api.remote(leaf.owner, jax.tree.map, (f, first, *rest))
 
-    found = []
-    for leaf, mine in zip(leaves, others, strict=True):
-        if _is_reference(leaf):
-            arguments = jax.tree.map(there, (leaf, *mine), is_leaf=_is_reference)
-            found.append(api.remote(leaf.owner, jax.tree.map, (f, *arguments)))
-        else:
-            found.append(jax.tree.map(f, leaf, *get(list(mine))))
+    found = list(map(mapped, leaves, others))
+    if in_place:
+        for k, leaf in enumerate(leaves):
+            if _is_reference(leaf):
+                found[k].creation().result()
+                found[k] = leaf
     return jax.tree.unflatten(structure, found)
+
+
+def _at_hand(leaf: Any) -> Any:
+    """Return a reference to a gradient's value in place of a gradient."""
+    if not isinstance(leaf, RemoteGradient):
+        return leaf
+    with within(leaf.checked_scope()):
+        return api.remote(leaf.owner, gradient_of, leaf.identified())
+
+
+@shown_as("a map in place")
+def _map_in_place(f: Callable[..., Any], reference: RRef[Any], *rest: Any) -> None:
+    owned = current_worker().references.owned
+    with owned.lock(reference.id):  # of several that change the value, each must see what the one before has made
+        owned.replace(reference.id, jax.tree.map(f, reference.local_value(), *rest))
 
 
 def _values(wanted: Sequence[Any]) -> list[Any]:

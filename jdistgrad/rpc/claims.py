@@ -30,6 +30,9 @@ class Key(NamedTuple):
     owner: int
     world: str
 
+    def __repr__(self) -> str:  # JAX shows it where trees of different references are mapped together
+        return f"<a reference to a value on rank {self.owner}; jd.tree_map(f, *trees) maps over trees of references>"
+
 
 class MissingClaim:
     """A placeholder for the claim of a reference that is not held here, or belongs to no open world."""

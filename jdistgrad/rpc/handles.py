@@ -25,9 +25,9 @@ NO_MARKS = np.zeros(5, np.float32)  # a mark: the number of contributions, and f
 
 WHY = (
     "this is the leaf of a reference (an RRef, a RemoteModule, or a gradient of one), not a number: the value is on "
-    "its owner. jd.tree_map(f, reference) computes with it there, jd.rpc_sync(owner, f, args=(reference,)) calls a "
+    "its owner. jd.tree_map(f, reference) computes with it there, jd.on(owner, f)(reference) calls a "
     "function with it, jd.get(reference) fetches a copy, and jd.on_owners(tx) applies optax. "
-    "(jax.vmap takes a reference with in_axes=None; functions in scan and map close over it. Gradients of one "
+    "(jax.vmap takes a reference with in_axes=None; functions in scan, map and solvers close over it. Gradients of one "
     "reference add up by +.)"
 )
 

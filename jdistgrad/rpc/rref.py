@@ -188,6 +188,11 @@ class RRef(Elsewhere, Generic[T]):
                 f"{what}: a function (of jax.tree.map, for example) has put {self.handle!r:.60} in place of the leaf "
                 f"of {self}. jd.tree_map(f, reference) maps over the value."
             )
+        if is_gradient(self.handle):
+            raise DifferentiationError(
+                f"{what}: {self} came out of jax.grad as a gradient: it says where the gradient is, not what. Use "
+                "jd.grad or jd.value_and_grad, whose results have to_here(), or jd.get_gradients(ctx) on the owner."
+            )
         mailbox, world = find_mailbox(), self._claim.key.world
         if mailbox is None or world not in (None, mailbox.world):
             again = f"again in this world{', when one is open (jdistgrad.init)' if mailbox is None else ''}"
@@ -196,12 +201,7 @@ class RRef(Elsewhere, Generic[T]):
         return mailbox
 
     def value_future(self, timeout: float | None) -> concurrent.futures.Future[Any]:
-        """Return a future of the value. Raises DifferentiationError if this is a gradient by plain ``jax.grad``."""
-        if is_gradient(self.handle):
-            raise DifferentiationError(
-                f"{self} came out of jax.grad as a gradient: it says where the gradient is, not what. Use jd.grad or "
-                "jd.value_and_grad, whose results have to_here(), or jd.get_gradients(ctx) on the owner."
-            )
+        """Return a future of the value."""
         if isinstance(self._claim, StandIn):
             return done_future(self._claim.value)
         return self._home("fetching").part(References).fetch(self._claim, timeout)
@@ -209,7 +209,7 @@ class RRef(Elsewhere, Generic[T]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RRef):
             return NotImplemented
-        return self._claim.key == other._claim.key
+        return self._claim.key == other._claim.key and is_gradient(self.handle) == is_gradient(other.handle)
 
     def __hash__(self) -> int:
         return hash(self.id)

@@ -164,3 +164,44 @@ def test_what_is_wrong_with_a_map_is_said(big_world):
         jd.get(shapes)
     with pytest.raises(TypeError):
         jd.tree_map(3, references)
+
+
+@pytest.mark.parametrize("worker", [0, 2])
+@on_worker0
+def test_a_gradient_by_jax_grad_is_never_taken_for_the_value(big_world, worker):
+    p = jd.put(worker, jnp.arange(3.0))
+    with jd.context():
+        gradient = jax.grad(lambda p: jd.on(worker, sum_of_squares)(p))(p)
+        tx = jd.on_owners(optax.sgd(0.1))
+        state = tx.init(p)
+        for use in (
+            jd.get,
+            jd.on(1, sum_of_squares),
+            lambda g: jd.on(1, sum_of_squares).keep(g).to_here(),
+            lambda g: jd.get(jd.tree_map(jnp.add, p, g)),
+            lambda g: jd.get(tx.update(g, state, p)),
+        ):
+            with pytest.raises(jd.DifferentiationError, match=r"came out of jax\.grad as a gradient"):
+                use(gradient)
+
+
+@on_worker0
+def test_a_map_in_place_changes_the_values_of_the_same_references(big_world):
+    params = {"far": jd.put(2, {"w": jnp.arange(3.0)}), "near": jd.put(0, jnp.ones(2)), "here": jnp.ones(4)}
+    found = jd.tree_map(
+        jnp.add, params, {"far": jd.put(1, {"w": jnp.ones(3)}), "near": 2.0, "here": 3.0}, in_place=True
+    )
+    assert found["far"] is params["far"]
+    assert found["near"] is params["near"]
+    assert_close(jd.get(params["far"]), {"w": jnp.arange(3.0) + 1})
+    assert_close(jd.get(found), {"far": {"w": jnp.arange(3.0) + 1}, "near": jnp.full(2, 3.0), "here": jnp.full(4, 4.0)})
+    several = [jd.on(worker, add_in_place).start(jd.by_reference(params["far"]), 5) for worker in range(3)]
+    assert [one.result() for one in several] == [None] * 3
+    assert_close(jd.get(params["far"]), {"w": jnp.arange(3.0) + 16})
+    with pytest.raises(jd.DifferentiationError):
+        jax.jit(lambda x: jd.tree_map(jnp.add, params["near"], x, in_place=True))(jnp.ones(2))
+
+
+def add_in_place(reference, times):
+    for _ in range(times):
+        jd.tree_map(lambda leaf: leaf + 1, reference, in_place=True)

@@ -59,7 +59,8 @@ def begin():
 
 def each_call():
     """Return how many calls the thread has served, and how many functions each runs."""
-    return _counting[0].of[identity.__code__], _counting[0].each_call()
+    served = _counting[0].of[identity.__code__]
+    return served, _counting[0].each_call() if served else 0
 
 
 @needs_pickling

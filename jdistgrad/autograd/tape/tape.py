@@ -202,9 +202,9 @@ def current_tape(what: Callable[[], str]) -> Tape:
     scope = current_scope()
     if scope is None:
         raise ContextError(
-            f"{what()} is differentiated outside any context, but gradients of references, and in compiled code "
-            "changes of state, need one. Differentiate inside `with jdistgrad.context() as ctx:`, or use "
-            "jdistgrad.value_and_grad, which opens a context unless JAX traces it (under jax.jit, vmap ...)."
+            f"{what()} is differentiated outside any context, which derivatives through references need, and changes "
+            "of state in compiled code. Use jd.grad or jd.value_and_grad, which open one (but not where JAX traces "
+            "them: under jax.jit, vmap ...), or differentiate inside `with jd.context():`."
         )
     return scope.content(Tape)
 
