@@ -27,7 +27,7 @@ class MixedError(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class OwnersPart:
     """What one place computes in one round.
 
     ``inputs``, ``outputs``: numbers of variables. ``given``: those of inputs that are sent to the place: numbers that
@@ -103,7 +103,7 @@ class Division:
         self._sent |= {one for one, at, _ in found if at not in (HERE, place)}
         return place, max((since + (at not in (HERE, place)) for _, at, since in found), default=0)
 
-    def _rounds(self, ends: Sequence[tuple[Any, int]], places: Iterable[int]) -> list[dict[int, Part]]:
+    def _rounds(self, ends: Sequence[tuple[Any, int]], places: Iterable[int]) -> list[dict[int, OwnersPart]]:
         """Return the parts of each round. An owner makes its outputs in its last."""
         asked: dict[tuple[int, int], dict[Any, None]] = {}
         for variable in self._sent:
@@ -114,7 +114,7 @@ class Division:
             last = max((self._since(one, place) for one in mine), default=0)
             asked.setdefault((last, place), {}).update(dict.fromkeys(mine))
         count = 1 + max((since for since, _ in asked), default=0)
-        rounds: list[dict[int, Part]] = [{} for _ in range(count)]
+        rounds: list[dict[int, OwnersPart]] = [{} for _ in range(count)]
         for (since, place), targets in sorted(asked.items(), key=lambda one: one[0]):
             rounds[since][place] = self._part(sorted(targets, key=self._order), since, place)
         mine = [one for one, place in ends if place == HERE]
@@ -132,7 +132,7 @@ class Division:
         at, since = self._placed[variable]
         return since + (at not in (HERE, place))
 
-    def _part(self, targets: Sequence[Any], since: int, place: int) -> Part:
+    def _part(self, targets: Sequence[Any], since: int, place: int) -> OwnersPart:
         """Return the part that computes variables, from inputs and from what earlier rounds have returned."""
         needed, inputs = set[Any](), dict[Any, None]()
         waiting = list(targets)
@@ -157,7 +157,7 @@ class Division:
 
         numbers = tuple(self._numbers[one] for one in taken)
         given = tuple(self._numbers[one] for one in taken if one in self._made or self._placed[one][0] != place)
-        return Part(numbers, given, tuple(self._numbers[one] for one in targets), function)
+        return OwnersPart(numbers, given, tuple(self._numbers[one] for one in targets), function)
 
 
 def _is_number(variable: Any) -> bool:

@@ -28,7 +28,7 @@ Inputs = Sequence[tuple[Sequence[Piece], Sequence[Any]]]  # of a method: trees a
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
-class Copies:
+class PlanCopies:
     """References to a plan's copy on each owner."""
 
     by_owner: Mapping[int, RRef[Any]]
@@ -43,7 +43,7 @@ class OwnersState(NamedTuple):
 
     inner: Any
     plan: Plan
-    copies: Copies
+    copies: PlanCopies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +88,7 @@ def on_owners(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.Grad
         shapes = _shapes_of(leaves)
         pieces = [Piece(_place(one), jax.tree.structure(shape)) for one, shape in zip(leaves, shapes, strict=True)]
         plan = Plan(inner, jax.tree.unflatten(outer, shapes), pieces)
-        copies = Copies({owner: put(owner, plan) for owner in {piece.place for piece in pieces} - {HERE}})
+        copies = PlanCopies({owner: put(owner, plan) for owner in {piece.place for piece in pieces} - {HERE}})
         found = _carried_out(plan, copies, Method("init"), [(pieces, leaves)])
         return OwnersState(jax.tree.unflatten(plan.state_outer, found), plan, copies)
 
@@ -117,7 +117,7 @@ def _arrays(extra: Mapping[str, Any]) -> dict[str, Any]:
     return {name: jnp.asarray(value) for name, value in sorted(extra.items())}
 
 
-def _carried_out(plan: Plan, copies: Copies, method: Method, inputs: Inputs) -> list[Any]:
+def _carried_out(plan: Plan, copies: PlanCopies, method: Method, inputs: Inputs) -> list[Any]:
     """Carry out a method, round after round; return what stands for each piece of its results."""
     division = plan.division(method)
     own, known = _at_places(inputs)
