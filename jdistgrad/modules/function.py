@@ -10,7 +10,7 @@ import numpy as np
 
 from jdistgrad.corrections import Corrected
 from jdistgrad.modules.applying import Apply, Blueprint, apply_of, make
-from jdistgrad.optim.owner import converted, difference
+from jdistgrad.optim.values import converted, difference
 from jdistgrad.rpc import api
 from jdistgrad.rpc.caller import AnyWorker
 from jdistgrad.rpc.directory import WorkerInfo

@@ -19,7 +19,7 @@ from jdistgrad.data_parallel.buckets import Cap
 from jdistgrad.data_parallel.compiled import CompiledAverage
 from jdistgrad.data_parallel.driver import Driver, shared_driver
 from jdistgrad.data_parallel.hooks import Hook
-from jdistgrad.optim.sharding import with_extra_arguments
+from jdistgrad.optim.optax_extras import with_extra_arguments
 
 
 class AverageGradientsState(NamedTuple):

@@ -1,4 +1,4 @@
-"""The optimizer of parameters on other workers: one optax state on each owner, one step for all."""
+"""The optimizer of parameters on other workers: one transformation of all, divided among the owners."""
 
 import collections
 import concurrent.futures
@@ -6,45 +6,51 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Never
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.contexts import Context, find_context
 from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.autograd.operations.uses import use, use_all
+from jdistgrad.autograd.values.holes import shape_of
 from jdistgrad.corrections import Corrected
 from jdistgrad.errors import ContextError, DifferentiationError
 from jdistgrad.optim import owner
-from jdistgrad.optim.sharding import with_extra_arguments
+from jdistgrad.optim.division import HERE
+from jdistgrad.optim.optax_extras import with_extra_arguments
+from jdistgrad.optim.owners_plan import Method, Piece, Plan, by_leaf
+from jdistgrad.optim.stepping import Stepping
+from jdistgrad.optim.values import shapes_of
 from jdistgrad.rpc import api
 from jdistgrad.rpc.current import within
 from jdistgrad.rpc.handles import NO_MARKS
 from jdistgrad.rpc.rref import RRef, by_reference, references_kept
 from jdistgrad.rpc.worker import current_worker
 
+_Share = tuple[RRef[owner.OwnedParameters], list[int]]  # what is on an owner, and the numbers of its values
+
 
 class DistributedOptimizer(Corrected):
     """An optimizer that applies an optax transformation to values on their owners.
 
-    Each owner keeps one state for all its values. ``step`` updates all owners at once, each under a lock, so trainers
-    with contexts of their own may share parameters (each with an optimizer of its own, or one passed on to it). A local
-    value takes part as ``jdistgrad.RRef(value)``.
+    The transformation is that of the list of all values, as in one process; its program is divided among the owners, as
+    that of ``on_owners`` is, and each keeps its part of the state. ``step`` updates all owners at once, each under a
+    lock, so trainers with contexts of their own may share parameters (each with an optimizer of its own, or one passed
+    on to it). A local value takes part as ``jdistgrad.RRef(value)``.
 
     In a function staged by ``jit``, ``step(gradients)`` of an owner goes in the message of its last pullback.
 
     Arguments:
-      tx: any optax transformation. Each owner applies it to the list of its own values: a mask or labels
-        (``optax.masked``, ``optax.partition``) are a function of that list, or a list too. To clip by a norm over all
-        values, use ``max_global_norm``.
+      tx: any optax transformation but those that combine whole arrays of several owners. It gets the list of values: a
+        mask or labels (``optax.masked``, ``optax.partition``) are a function of that list, or a list too.
       rrefs: the values to optimize. Leaves that are not float arrays stay as they are.
-      max_global_norm: scale gradients down so that their norm, over all owners, is at most this. None, or ``math.inf``:
-        any norm.
+      max_global_norm: scale gradients down so that their norm is at most this, as ``optax.clip_by_global_norm`` before
+        ``tx`` does. None, or ``math.inf``: any norm.
       refuse_nan: if a gradient is not finite, raise an error and change nothing on any owner.
 
     Example:
@@ -81,18 +87,18 @@ class DistributedOptimizer(Corrected):
         if max_global_norm is not None and not max_global_norm > 0:
             raise ValueError(f"max_global_norm must be positive, not {max_global_norm!r}")
         self._rrefs = _checked(rrefs)
-        self._max_norm = None if max_global_norm == math.inf else max_global_norm
-        self._refuse_nan = refuse_nan
         numbers: dict[int, list[int]] = collections.defaultdict(list)
         for number, rref in enumerate(self._rrefs):
             numbers[rref.owner.rank].append(number)
-        self._on_owners: list[tuple[RRef[owner.OwnedParameters], list[int]]] = [
-            (api.remote(rank, owner.OwnedParameters, (tx, [by_reference(self._rrefs[k]) for k in mine])), mine)
-            for rank, mine in numbers.items()
-        ]
-        _all([owned.creation() for owned, _ in self._on_owners])
-        self._owners = tuple(str(owned.owner) for owned, _ in self._on_owners)
-        self._spelled_numbers = [", ".join(map(str, mine)) for mine in numbers.values()]
+        tested = {str(self._rrefs[mine[0]].owner): mine for mine in numbers.values()} if refuse_nan else {}
+        stepping = Stepping(tx, None if max_global_norm == math.inf else max_global_norm, tested)
+        self._plan = _plan(stepping, self._rrefs)
+        self._on_owners: dict[int, _Share] = {}
+        for rank, mine in sorted(numbers.items()):
+            args = self._plan, {k: by_reference(self._rrefs[k]) for k in mine}
+            self._on_owners[rank] = api.remote(rank, owner.OwnedParameters, args), mine
+        _all([owned.creation() for owned, _ in self._on_owners.values()])
+        self._carry_out(Method("init"), [], functools.partial(self._everywhere, owner.init))
 
     def step(self, gradients: Any = None, **extra: Any) -> None:
         """Update every value with its gradient; return when all owners are done.
@@ -103,13 +109,15 @@ class DistributedOptimizer(Corrected):
           extra: extra arguments of the transformation, on every owner: ``value=loss`` for
             ``optax.contrib.reduce_on_plateau``.
 
-        In a function staged by ``jit``, every owner steps as soon as its gradients are complete; with
-        ``max_global_norm`` or ``refuse_nan``, once all owners have inspected theirs. Gradients accumulate in a context,
-        and stay there after a step: open a context for each step, or none.
+        In a function staged by ``jit``, every owner steps as soon as its gradients are complete; where numbers over all
+        owners are needed, as for ``max_global_norm`` or ``refuse_nan``, once all have sent theirs, with the answers of
+        their last pullbacks. Gradients accumulate in a context, and stay there after a step: open a context for each
+        step, or none.
 
         Raises:
           DifferentiationError: a value has no gradient, or a gradient that is not finite; nothing was changed (but if
             a staged step is running, other owners may have stepped).
+          ValueError: the transformation combines arrays of several owners; nothing was changed.
           ContextError: the context is closed, or unknown here.
           StaleReferenceError: the optimizer was made in a world that has been shut down.
         """
@@ -123,46 +131,39 @@ class DistributedOptimizer(Corrected):
                 "optimizer.step(ctx) inside a transformation of JAX's would run while it is traced, not with it. In a "
                 "function staged by jd.jit, step with what value_and_grad returned: optimizer.step(gradients)."
             )
+        method = _method(arrays)
         with within(find_context(gradients).scope):
-            scale = 1.0
-            if self._max_norm is not None or self._refuse_nan:
-                inspected = np.stack(self._everywhere("inspect"))
-                if self._refuse_nan:
-                    owner.require_finite(self._owners, inspected[:, 1].tolist())
-                scale = float(self._factor(inspected[:, 0], np))
-            elif len(self._on_owners) > 1:  # a single owner checks in its step
-                self._everywhere("wait_for")
-            self._everywhere("step", scale, arrays)
+            division = self._plan.division(method)
+            if len(self._on_owners) > 1 and any(division.is_last(0, rank) for rank in self._on_owners):
+                self._everywhere(owner.wait_for_gradients, self._on_owners)  # before the first owner steps
+            self._carry_out(method, list(arrays.values()), functools.partial(self._everywhere, owner.step))
 
     def state(self) -> dict[str, Any]:
-        """Return values and optimizer states as a pytree that can be saved: ``{"values": [...], "states": [...]}``.
+        """Return the values and the transformation's state as a pytree that can be saved.
 
-        A third part, ``"owned"``, holds no arrays: its keys say which values each owner has.
+        It is ``{"values": [...], "state": ...}``. The state is that of one process, for the list of all values.
         """
         self._require_its_world("optimizer.state")
         there = owner.OwnedParameters.state
-        found = _all([api.rpc_async(owned.owner, there, (owned,)) for owned, _ in self._on_owners])
-        values: list[Any] = [None] * len(self._rrefs)
-        for (_, mine), (here, _) in zip(self._on_owners, found, strict=True):
-            for number, value in zip(mine, here, strict=True):
-                values[number] = value
-        owned = dict.fromkeys(self._spelled_numbers)
-        return {"values": values, "states": [state for _, state in found], "owned": owned}
+        values, leaves = dict[int, Any](), dict[str, Any]()
+        for saved in _all([api.rpc_async(owned.owner, there, (owned,)) for owned, _ in self._on_owners.values()]):
+            values |= saved["values"]
+            leaves |= saved["state"]
+        state = jax.tree.unflatten(self._structure(), [leaves[name] for name in owner.state_names(self._plan)])
+        return {"values": [values[k] for k in range(len(self._rrefs))], "state": state}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the result of ``state``, for the same values, divided among owners in the same way.
+        """Restore the result of ``state``, for the same values on whichever owners.
 
-        The arrays may be NumPy's. All owners check their parts before the first restores its own. If values have moved
-        to other owners, use ``save`` and ``jdistgrad.restore``.
+        The arrays may be NumPy's. All owners check their parts before the first restores its own.
 
         Raises:
-          ValueError: the state has another structure, other shapes or dtypes, or values divided in another way among
-            owners; nothing was restored on any owner.
+          ValueError: the state has another structure, other shapes or dtypes; nothing was restored on any owner.
         """
         self._require_its_world("optimizer.restore")
-        parts = zip(self._on_owners, references_kept(self._parts(state)), strict=True)
+        each = zip(self._on_owners.values(), references_kept(self._parts(state)), strict=True)
         there = owner.OwnedParameters
-        prepared = [(owned, api.remote(owned.owner, there.prepare, (owned, part))) for (owned, _), part in parts]
+        prepared = [(owned, api.remote(owned.owner, there.prepare, (owned, part))) for (owned, _), part in each]
         _all([part.creation() for _, part in prepared])
         _all([api.rpc_async(owned.owner, there.put_back, (owned, part)) for owned, part in prepared])
 
@@ -171,21 +172,25 @@ class DistributedOptimizer(Corrected):
         for rref in self._rrefs:
             rref._home(what)
 
+    def _structure(self) -> Any:
+        return jax.tree.structure(self._plan.state.inner)
+
     def _parts(self, state: Any) -> list[owner.Saved]:
-        if not isinstance(state, Mapping) or not {"values", "states"} <= set(state):
-            raise ValueError("restore takes the result of state(), a dict with 'values' and 'states'")
-        values, states, owned = state["values"], state["states"], state.get("owned") or self._spelled_numbers
-        if len(values) != len(self._rrefs) or len(states) != len(self._on_owners):
-            here = f"{len(self._rrefs)} on {len(self._on_owners)}"
-            raise ValueError(f"restore: {len(values)} values on {len(states)} owners, but this optimizer has {here}")
-        if set(owned) != set(self._spelled_numbers):
-            raise ValueError(
-                f"restore: the state was saved for values divided among owners as ({'), ('.join(owned)}), but now they "
-                f"are divided as ({'), ('.join(self._spelled_numbers)}). Use jd.save and jd.restore, which can divide "
-                "states again."
-            )
-        each = enumerate(zip(self._on_owners, states, strict=True))
-        return [{"values": {k: values[k] for k in mine}, "states": {place: one}} for place, ((_, mine), one) in each]
+        if not isinstance(state, Mapping) or not {"values", "state"} <= set(state):
+            raise ValueError("restore takes the result of state(), a dict with 'values' and 'state'")
+        values, found, known = state["values"], jax.tree.structure(state["state"]), self._structure()
+        if len(values) != len(self._rrefs) or found != known:
+            ours = f"{len(self._rrefs)} and {known}"
+            raise ValueError(f"restore: {len(values)} values and the state {found}, but this optimizer has {ours}")
+        names, places = owner.state_names(self._plan), by_leaf(self._plan.state_pieces)
+        named = list(zip(names, jax.tree.leaves(state["state"]), places, strict=False))
+        return [
+            {
+                "values": {k: values[k] for k in mine},
+                "state": {name: leaf for name, leaf, place in named if place in (rank, HERE)},
+            }
+            for rank, (_, mine) in self._on_owners.items()
+        ]
 
     def _step_with(self, gradients: Any, extra: dict[str, Any]) -> None:
         found = _by_reference(gradients)
@@ -199,32 +204,46 @@ class DistributedOptimizer(Corrected):
         mine = [found[rref.id] for rref in self._rrefs]
         with within(_scope_of([one for each in mine for one in each])):
             marks = [functools.reduce(operator.add, [one.marks for one in each]) for each in mine]
-            others = []
-            if self._max_norm is not None or self._refuse_nan:
-                inspected = jnp.stack(self._use(owner.Inspect, marks, []))
-                others = [jnp.asarray(self._factor(inspected[:, 0], jnp)), inspected[:, 1]]
-            owners = self._owners if self._refuse_nan else ()
-            function = functools.partial(owner.OwnersStep, owners=owners, extra=tuple(extra))
-            self._use(function, marks, [*extra.values(), *others])
+            self._carry_out(_method(extra), list(extra.values()), functools.partial(self._use, marks))
 
-    def _use(self, function: Callable[..., Any], marks: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        """Let all owners use their gradients; return the array that each use returns."""
-        uses = [
-            use(function(owned.id), [(self._rrefs[k], marks[k]) for k in mine], others)
-            for owned, mine in self._on_owners
-        ]
+    def _carry_out(self, method: Method, given: Sequence[Any], call: Callable[..., Sequence[Any]]) -> None:
+        """Carry out a method, round after round. ``call``: of the owners of a round, for what each sends."""
+        given = list(given)
+        for number, parts in enumerate(self._plan.division(method).rounds):
+            answers = call(sorted(parts), method, number, given)
+            given += [one for one, rank in zip(answers, sorted(parts), strict=True) if parts[rank].sent]
+
+    def _everywhere(self, function: Callable[..., Any], ranks: Iterable[int], *args: Any) -> list[Any]:
+        """Call a function on owners; return what each sends."""
+        return _all([api.rpc_async(rank, function, (self._on_owners[rank][0].id, *args)) for rank in ranks])
+
+    def _use(self, marks: Sequence[Any], ranks: Sequence[int], method: Method, number: int, given: Any) -> list[Any]:
+        """Let owners use their gradients in a round; return what each sends."""
+        division, uses = self._plan.division(method), []
+        for rank in ranks:
+            owned, mine = self._on_owners[rank]
+            size, changes = division.rounds[number][rank].size, division.is_last(number, rank)
+            function = owner.StepOnOwner(owned.id, method, number, size, changes)
+            uses.append(use(function, [(self._rrefs[k], marks[k]) for k in mine], given))
         return use_all(uses, needs=(self._on_owners, self._rrefs))
 
-    def _factor(self, squares: Any, numpy: Any) -> Any:
-        """Return the factor for gradients with these squared norms. ``numpy``: NumPy's module or JAX's."""
-        if self._max_norm is None:
-            return np.float32(1)
-        return self._max_norm / numpy.maximum(numpy.sqrt(squares.sum()), self._max_norm)
 
-    def _everywhere(self, method: str, *args: Any) -> list[Any]:
-        """Call a method with the gradients in the current context on all owners; return the results."""
-        given = [(owned, (owned.id, method, *args)) for owned, _ in self._on_owners]
-        return _all([api.rpc_async(owned.owner, owner.with_gradients, each) for owned, each in given])
+def _plan(stepping: Stepping, rrefs: Sequence[RRef[Any]]) -> Plan:
+    """Return the plan of a step. Raises what the transformation raises for such values."""
+    shapes = shapes_of(rrefs)
+    pieces = [Piece(rref.owner.rank, jax.tree.structure(one)) for rref, one in zip(rrefs, shapes, strict=True)]
+    try:
+        return Plan(stepping, shapes, pieces, is_shared=True)
+    except Exception as error:
+        error.add_note(
+            f"DistributedOptimizer: the transformation gets a list of the {len(rrefs)} values that are optimized. Pass "
+            "masks or labels as such a list too, or as a function of the list."
+        )
+        raise
+
+
+def _method(extra: Mapping[str, Any]) -> Method:
+    return Method("update", extra=tuple((name, shape_of(one)) for name, one in extra.items()))
 
 
 def _checked(rrefs: Sequence[RRef[Any]]) -> list[RRef[Any]]:

@@ -6,8 +6,9 @@ equation of several owners' values takes numbers only (a norm's parts, a test fo
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -30,14 +31,31 @@ class MixedError(ValueError):
 class OwnersPart:
     """What one place computes in one round.
 
-    ``inputs``, ``outputs``: numbers of variables. ``given``: those of inputs that are sent to the place: numbers that
-    earlier rounds have returned. ``function`` computes the outputs from the inputs.
+    ``inputs``: the numbers of the program's inputs that it takes; ``given``: those of them that are HERE. ``outputs``:
+    numbers of variables. ``sent``: the shapes of what other places get of them. ``function`` computes the outputs, and
+    what is sent as one array of bytes, from the inputs and from the arrays of bytes of earlier rounds.
     """
 
     inputs: tuple[int, ...]
     given: tuple[int, ...]
     outputs: tuple[int, ...]
-    function: Callable[..., list[Any]]
+    sent: dict[Any, jax.ShapeDtypeStruct]
+    function: Callable[..., tuple[list[Any], jax.Array]]
+
+    def compute(self, known: Mapping[int, Any], earlier: Sequence[Any]) -> tuple[dict[int, Any], jax.Array]:
+        """Return the outputs, by numbers, and the bytes of what is sent.
+
+        Arguments:
+          known: inputs, by numbers.
+          earlier: what the senders of earlier rounds have sent.
+        """
+        found, packed = self.function([known[k] for k in self.inputs], list(earlier))
+        return dict(zip(self.outputs, found, strict=True)), packed
+
+    @property
+    def size(self) -> int:
+        """The count of bytes of what is sent."""
+        return sum(map(_size, self.sent.values()))
 
 
 class Division:
@@ -47,18 +65,19 @@ class Division:
       closed: the program, a closed jaxpr, with inner calls inlined: see ``inlined``.
       places: the place of each input.
       wanted: where each output is wanted.
+      is_shared: whether the owners have what is HERE, each a copy.
 
     Attributes:
       outputs: the number of the variable of each output.
       literals: the values of outputs that are literals, by their numbers.
-      sent: the numbers of the variables that their owners return.
-      rounds: for each round the parts that run in it, by their places. The last has the part of HERE.
+      rounds: for each round the parts that run in it, by their places. The last has the part of HERE, if any.
 
     Raises:
       MixedError: an equation takes arrays of several owners.
     """
 
-    def __init__(self, closed: Any, places: Sequence[int], wanted: Sequence[int]):
+    def __init__(self, closed: Any, places: Sequence[int], wanted: Sequence[int], *, is_shared: bool = False):
+        self._is_shared = is_shared
         jaxpr = closed.jaxpr
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._made: dict[Any, Any] = {variable: one for one in jaxpr.eqns for variable in one.outvars}
@@ -70,7 +89,11 @@ class Division:
             self._placed.update(dict.fromkeys(equation.outvars, self._place(equation)))
         variables = [*jaxpr.invars, *self._made, *self._consts]
         self._numbers = {variable: k for k, variable in enumerate(variables)}
-        self.literals = {-1 - k: one.val for k, one in enumerate(jaxpr.outvars) if isinstance(one, core.Literal)}
+        self.literals = {
+            -1 - k: jax.lax.convert_element_type(one.val, jax.typeof(one.val).dtype)
+            for k, one in enumerate(jaxpr.outvars)
+            if isinstance(one, core.Literal)
+        }
         self.outputs = [
             -1 - k if -1 - k in self.literals else self._numbers[one] for k, one in enumerate(jaxpr.outvars)
         ]
@@ -78,8 +101,15 @@ class Division:
             (one, place) for one, place in zip(jaxpr.outvars, wanted, strict=True) if not isinstance(one, core.Literal)
         ]
         self._sent |= {one for one, place in ends if self._place_of(one) not in (HERE, place)}
-        self.rounds = self._rounds(ends, wanted)
-        self.sent = {self._numbers[one] for one in self._sent}
+        self.rounds = self._rounds(ends, {*places, *wanted} - {HERE})
+
+    def senders(self, number: int) -> list[OwnersPart]:
+        """Return the parts before a round that send, in the order in which all know what they send."""
+        return [part for parts in self.rounds[:number] for _, part in sorted(parts.items()) if part.sent]
+
+    def is_last(self, number: int, place: int) -> bool:
+        """Return whether a round is the last of a place."""
+        return not any(place in parts for parts in self.rounds[number + 1 :])
 
     def _is_known(self, atom: Any) -> bool:
         return isinstance(atom, core.Literal) or atom in self._consts
@@ -103,22 +133,23 @@ class Division:
         self._sent |= {one for one, at, _ in found if at not in (HERE, place)}
         return place, max((since + (at not in (HERE, place)) for _, at, since in found), default=0)
 
-    def _rounds(self, ends: Sequence[tuple[Any, int]], places: Iterable[int]) -> list[dict[int, OwnersPart]]:
+    def _rounds(self, ends: Sequence[tuple[Any, int]], owners: Iterable[int]) -> list[dict[int, OwnersPart]]:
         """Return the parts of each round. An owner makes its outputs in its last."""
         asked: dict[tuple[int, int], dict[Any, None]] = {}
         for variable in self._sent:
             place, since = self._placed[variable]
             asked.setdefault((since, place), {})[variable] = None
-        for place in set(places) - {HERE}:  # also one whose outputs are all literals
-            mine = [one for one, wanted in ends if wanted == place]
-            last = max((self._since(one, place) for one in mine), default=0)
+        for place in owners:  # also one whose outputs are all literals
+            mine = [one for one, wanted in ends if wanted == place or (wanted == HERE and self._is_shared)]
+            sends = [since for since, at in asked if at == place]
+            last = max((*sends, *(self._since(one, place) for one in mine)), default=0)
             asked.setdefault((last, place), {}).update(dict.fromkeys(mine))
         count = 1 + max((since for since, _ in asked), default=0)
         rounds: list[dict[int, OwnersPart]] = [{} for _ in range(count)]
         for (since, place), targets in sorted(asked.items(), key=lambda one: one[0]):
             rounds[since][place] = self._part(sorted(targets, key=self._order), since, place)
         mine = [one for one, place in ends if place == HERE]
-        if mine:
+        if mine and not self._is_shared:
             rounds[-1][HERE] = self._part(list(dict.fromkeys(mine)), count, HERE)
         return rounds
 
@@ -147,27 +178,56 @@ class Division:
                 waiting += self._made[one].invars
         order = {id(self._made[one]): self._made[one] for one in sorted(needed, key=self._order)}
         equations, taken = list(order.values()), sorted(inputs, key=self._order)
-        constants = self._consts
+        mine = [one for one in taken if one not in self._made and self._placed[one][0] in (HERE, place)]
+        sent = {
+            one: jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype)
+            for one in targets
+            if one in self._sent and self._placed[one] == (place, since)
+        }
 
         @jax.jit
-        def function(*arrays: Any) -> list[Any]:
-            values = constants | dict(zip(taken, arrays, strict=True))
+        def function(arrays: list[Any], earlier: list[Any]) -> tuple[list[Any], Any]:
+            values = self._consts | dict(zip(mine, arrays, strict=True))
+            for sender, data in zip(self.senders(since), earlier, strict=True):
+                values.update(_unpacked(sender.sent, data))
             jaxprs.run(equations, values)
-            return [values[one] for one in targets]
+            return [values[one] for one in targets], _packed([values[one] for one in sent])
 
-        numbers = tuple(self._numbers[one] for one in taken)
-        given = tuple(self._numbers[one] for one in taken if one in self._made or self._placed[one][0] != place)
-        return OwnersPart(numbers, given, tuple(self._numbers[one] for one in targets), function)
+        given = tuple(self._numbers[one] for one in mine if self._placed[one][0] == HERE)
+        numbered = tuple(self._numbers[one] for one in mine), given, tuple(self._numbers[one] for one in targets)
+        return OwnersPart(*numbered, sent, function)
+
+
+def _packed(arrays: Sequence[Any]) -> Any:
+    """Return the bytes of arrays, one after the other."""
+    return jnp.concatenate([jnp.zeros(0, jnp.uint8), *(jnp.ravel(one).view(jnp.uint8) for one in arrays)])
+
+
+def _unpacked(shapes: Mapping[Any, jax.ShapeDtypeStruct], data: Any) -> dict[Any, Any]:
+    """Return the arrays whose bytes these are."""
+    ends = list(itertools.accumulate(map(_size, shapes.values())))
+    parts = jnp.split(data, ends[:-1])
+    return {
+        key: part.view(one.dtype).reshape(one.shape) for (key, one), part in zip(shapes.items(), parts, strict=True)
+    }
+
+
+def _size(one: jax.ShapeDtypeStruct) -> int:
+    return math.prod(one.shape) * one.dtype.itemsize
 
 
 def _is_number(variable: Any) -> bool:
     return math.prod(variable.aval.shape) <= 1
 
 
-def inlined(function: Callable[..., Any], *args: Any) -> Any:
-    """Trace a function of trees to a closed jaxpr without inner calls, and with selections in place of ``cond``."""
-    closed = jax.make_jaxpr(function)(*args)
-    return jax.make_jaxpr(functools.partial(_evaluate, closed.jaxpr, closed.consts))(*closed.in_avals)
+def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``jax.make_jaxpr`` without inner calls, and with selections in place of ``cond``."""
+
+    def trace(*args: Any) -> Any:
+        closed = jax.make_jaxpr(function)(*args)
+        return jax.make_jaxpr(functools.partial(_evaluate, closed.jaxpr, closed.consts))(*closed.in_avals)
+
+    return trace
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:

@@ -1,132 +1,98 @@
-"""The owner's side of an optimizer: the parameters on one worker, and their optimizer state.
-
-Pure functions compare saved values and states with the current ones, and convert them to the same kinds.
-"""
+"""The owner's side of an optimizer: the parameters on one worker, and what belongs to them of its state."""
 
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from jdistgrad.autograd.callee.functions import own_parts
 from jdistgrad.autograd.tape.tape import current_tape
-from jdistgrad.autograd.values.holes import Hole, Layout, has_gradient, is_float_array, split
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.leaves import LeafSpec, plain
-from jdistgrad.rpc import trees
+from jdistgrad.optim.division import HERE
+from jdistgrad.optim.owners_plan import Method, Plan, by_leaf
+from jdistgrad.optim.values import Value, ValueForm, converted, difference
 from jdistgrad.rpc.functions import ServedFunction, shown_as
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
 
-ARRAYS = jax.Array, np.ndarray, np.generic
-NUMBERS = {bool, int, float, complex}
-LEAF = jax.tree.structure(0)
-
 Gradient = Sequence[Any]  # of one value: an array for each of its float arrays, or None
 
-Saved = dict[str, dict[int, Any]]  # an owner's part of a saved state: "values" and "states", by their indices there
-
-
-class Value(NamedTuple):
-    """A reference's value, flattened: its float arrays, their tree, and the layout of the rest."""
-
-    leaves: list[Any]
-    tree: Any
-    layout: Layout
-
-    @classmethod
-    def of(cls, whole: Any) -> "Value":
-        if isinstance(whole, jax.Array) and has_gradient(whole):
-            return cls([whole], LEAF, Layout(Hole(), (0,)))
-        layout, leaves = split(whole, is_float_array)
-        floats = trees.map_leaves(lambda leaf: leaf if is_float_array(leaf) else None, whole)
-        return cls(leaves, jax.tree.structure(floats), layout)
-
-
-class ValueForm:
-    """A cache of the structure of one reference's values, which makes ``Value.of`` about ten times as fast.
-
-    It refers to no array that has a gradient, so that replaced values are freed.
-    """
-
-    def __init__(self) -> None:
-        self._structure: Any = None
-        self._kinds: list[Any] = []  # the dtypes of leaves that have a gradient, and all other leaves themselves
-        self._tree: Any = None
-        self._layout: Any = None
-
-    def take_apart(self, whole: Any) -> Value:
-        leaves, structure = jax.tree.flatten(whole)
-        if self._structure is not None and structure == self._structure:
-            each = list(zip(leaves, self._kinds, strict=True))
-            if all(one is kind or (isinstance(one, jax.Array) and one.dtype is kind) for one, kind in each):
-                return Value([one for one, kind in each if one is not kind], self._tree, self._layout)
-        found = Value.of(whole)
-        same = [id(leaf) for leaf in leaves if has_gradient(leaf)] == list(map(id, found.leaves))
-        self._structure = structure if same else None  # JAX flattens values with references in another way
-        self._kinds = [leaf.dtype if has_gradient(leaf) else leaf for leaf in leaves]
-        self._tree, self._layout = found.tree, found.layout
-        return found
+Saved = dict[str, dict[Any, Any]]  # an owner's part of a saved state: "values" by numbers, "state": leaves by names
 
 
 @shown_as("the start of an optimizer on an owner")
 class OwnedParameters:
-    """The values of some references on their owner, and an optax transformation's state for these values."""
+    """The values of some references on their owner, and what belongs here of an optimizer's state.
 
-    def __init__(self, transformation: optax.GradientTransformation, rrefs: Sequence[RRef[Any]]):
-        self._rrefs, self._owned = list(rrefs), current_worker().references.owned
+    Arguments:
+      plan: that of all the optimizer's values. Its transformation is a ``Stepping``.
+      rrefs: the references, by their numbers in the optimizer.
+    """
+
+    def __init__(self, plan: Plan, rrefs: Mapping[int, RRef[Any]]):
+        self._plan, self._rrefs, self._here = plan, rrefs, current_worker().rank
+        self._owned = current_worker().references.owned
         self._lock = current_worker().kept.setdefault("optimizers", threading.Lock())
-        self.transformation = transformation
         self._forms = [ValueForm() for _ in rrefs]
-        values = [Value.of(rref.local_value()) for rref in rrefs]
-        self._own = [own_parts(rref.local_value()) for rref in rrefs]
-        try:
-            self._state = transformation.init([jax.tree.unflatten(one.tree, one.leaves) for one in values])
-        except Exception as error:
-            error.add_note(
-                f"{current_worker().info}: the transformation gets a list of the {len(values)} values that are "
-                "optimized here. Pass masks or labels as such a list too, or as a function of the list."
-            )
-            raise
+        self._trees = [one.tree for one in self._values()]
+        self._own = [own_parts(rref.local_value()) for rref in rrefs.values()]
+        # The numbers of leaves that are here, among those of all the parameters, and of the whole state.
+        self._mine = [k for k, place in enumerate(by_leaf(plan.pieces)) if place == self._here]
+        self._mine_of_state = [k for k, place in enumerate(by_leaf(plan.state_pieces)) if place in (self._here, HERE)]
+        self.names = state_names(plan)
+        self._state: list[Any] = []
 
-        def update(trees: Any, gradients: Any, state: Any, parameters: Any, scale: Any, extra: Any) -> tuple[Any, Any]:
-            gradients, parameters = (list(map(jax.tree.unflatten, trees, one)) for one in (gradients, parameters))
-            scaled = jax.tree.map(lambda leaf: leaf * scale.astype(leaf.dtype), gradients)
-            updates, state = transformation.update(scaled, state, parameters, **extra)
-            return [jax.tree.leaves(one) for one in optax.apply_updates(parameters, updates)], state
+    def carry_out(self, gradients: Sequence[Gradient], method: Method, number: int, given: Sequence[Any]) -> Any:
+        """Carry out this owner's part of a round; return the bytes of what other owners get.
 
-        self._update = jax.jit(update, static_argnums=0)
-
-    def inspect(self, gradients: Sequence[Gradient]) -> Any:
-        """Return two numbers: the gradients' squared norm, and 1 if all are finite, else 0."""
-        found = _inspected([leaf for one in self._of_arrays(gradients) for leaf in one if leaf is not None])
-        return np.array(found, jax.dtypes.canonicalize_dtype(np.float64))
-
-    def wait_for(self, gradients: Sequence[Gradient]) -> None:
-        """Raise if the computation of a gradient has failed."""
-        jax.block_until_ready(gradients)
-
-    def step(self, gradients: Sequence[Gradient], scale: Any, extra: dict[str, Any]) -> None:
-        """Update the values with gradients. ``extra``: extra arguments of the transformation, such as the loss."""
-        factor = np.asarray(scale, jax.dtypes.canonicalize_dtype(np.float64))
+        Arguments:
+          gradients: of the values; none if the method is ``init``.
+          given: extra arguments of the transformation, such as the loss; then what owners sent in earlier rounds.
+        """
+        division, extra = self._plan.division(method), len(method.extra)
+        part = division.rounds[number][self._here]
         with self._lock:
-            # Others may have replaced the values, or changed their contents.
-            each = zip(self._forms, self._rrefs, strict=True)
-            values = [form.take_apart(self._owned.value(rref.id).result()) for form, rref in each]
-            parameters, trees = [one.leaves for one in values], tuple(one.tree for one in values)
-            whole = [
-                [jnp.zeros_like(leaf) if one is None else one for one, leaf in zip(mine, leaves, strict=True)]
-                for mine, leaves in zip(self._of_arrays(gradients), parameters, strict=True)
-            ]
-            found, self._state = self._update(trees, whole, self._state, parameters, factor, extra)
-            for rref, value, leaves in zip(self._rrefs, values, found, strict=True):
-                self._owned.replace(rref.id, value.layout.fill(leaves))
+            values = self._values()  # others may have replaced them, or changed their contents
+            if [one.tree for one in values] != self._trees:
+                raise ValueError("a value has another structure than when the optimizer was made")
+            inputs = self._inputs(values, gradients, given[:extra])
+            known = {k: one for k, one in enumerate(inputs) if one is not None}
+            made, sent = part.compute(known, given[extra:])
+            if division.is_last(number, self._here):
+                everything = made | division.literals
+                self._take([everything.get(k) for k in division.outputs], values)
+        return np.asarray(sent)
+
+    def _inputs(self, values: Sequence[Value], gradients: Sequence[Gradient], extra: Sequence[Any]) -> list[Any]:
+        """Return the inputs of a method, with None for what other owners have."""
+        leaves, count = [leaf for one in values for leaf in one.leaves], len(self._plan.shapes)
+        parameters = _spread(leaves, self._mine, count)
+        if not gradients:
+            return parameters
+        each = zip(itertools.chain(*self._of_arrays(gradients)), leaves, strict=True)
+        whole = [jnp.zeros_like(leaf) if one is None else one for one, leaf in each]
+        state = _spread(self._state, self._mine_of_state, self._plan.state_count)
+        return [*_spread(whole, self._mine, count), *state, *parameters, *extra]
+
+    def _take(self, outputs: Sequence[Any], values: Sequence[Value]) -> None:
+        """Replace the state, and values, by the outputs of a method."""
+        first = len(outputs) - self._plan.state_count
+        state = outputs[first:]
+        self._plan.tx.require_finite(state[len(self.names) :])
+        self._state = [state[k] for k in self._mine_of_state]
+        if first:
+            found = iter([outputs[k] for k in self._mine])
+            for rref, value in zip(self._rrefs.values(), values, strict=True):
+                self._owned.replace(rref.id, value.layout.fill([next(found) for _ in value.leaves]))
+
+    def _values(self) -> list[Value]:
+        each = zip(self._forms, self._rrefs.values(), strict=True)
+        return [form.take_apart(self._owned.value(rref.id).result()) for form, rref in each]
 
     def _of_arrays(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the gradients, without those of references in the values."""
@@ -134,17 +100,17 @@ class OwnedParameters:
         return [one if all(own) else list(itertools.compress(one, own)) for one, own in each]
 
     @shown_as("the fetch of an optimizer's state")
-    def state(self) -> tuple[list[Any], Any]:
-        """Return the values and the transformation's state, consistent with each other."""
+    def state(self) -> Saved:
+        """Return the values and the state, consistent with each other."""
         with self._lock:
-            return [rref.local_value() for rref in self._rrefs], self._state
+            values = {number: rref.local_value() for number, rref in self._rrefs.items()}
+            state = dict(zip(self._mine_of_state, self._state, strict=True))
+        return {"values": values, "state": {name: state[k] for k, name in enumerate(self.names) if k in state}}
 
     @shown_as("the check of an optimizer's saved state")
     def prepare(self, saved: Saved) -> Saved:
         """Check that saved values and state fit the current ones; return them for ``put_back``."""
-        values, state = self.state()
-        named = dict(zip(saved["values"], values, strict=True))
-        known = {"values": named, "states": dict.fromkeys(saved["states"], state)}
+        known = self.state()
         differs = difference(saved, known)
         if differs is not None:
             raise ValueError(
@@ -156,15 +122,16 @@ class OwnedParameters:
     @shown_as("the return of an optimizer's saved state")
     def put_back(self, prepared: Saved) -> None:
         with self._lock:
-            (self._state,) = prepared["states"].values()
-            for rref, value in zip(self._rrefs, prepared["values"].values(), strict=True):
-                self._owned.replace(rref.id, value)
+            tests = self._state[len(prepared["state"]) :]
+            self._state = [*prepared["state"].values(), *tests]
+            for number, value in prepared["values"].items():
+                self._owned.replace(self._rrefs[number].id, value)
 
     def gradients(self) -> list[Gradient]:
         """Return the gradients of the values in the current context. Raise if one is missing."""
         tape = current_tape(lambda: "an optimizer's step")
-        found = [tape.gradient(rref.id) for rref in self._rrefs]
-        missing = [str(rref) for rref, gradient in zip(self._rrefs, found, strict=True) if gradient is None]
+        found = [tape.gradient(rref.id) for rref in self._rrefs.values()]
+        missing = [str(rref) for rref, gradient in zip(self._rrefs.values(), found, strict=True) if gradient is None]
         if missing:
             raise DifferentiationError(
                 f"the optimizer has no gradient of {', '.join(missing)} in this context. Differentiate a function of "
@@ -175,20 +142,29 @@ class OwnedParameters:
         return [one for one in found if one is not None]
 
 
-@jax.jit
-def _inspected(leaves: list[Any]) -> tuple[Any, Any]:
-    wide = [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in leaves]
-    squares = [jnp.sum(jnp.abs(leaf) ** 2) for leaf in wide]
-    return sum(squares), jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+def state_names(plan: Plan) -> list[str]:
+    """Return the names of the leaves of the transformation's state: their paths."""
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(plan.state.inner)]
 
 
 # The functions that a step calls on owners, with ids: the optimizer keeps the references.
 
 
+@shown_as("the start of an optimizer on an owner")
+def init(identifier: int, method: Method, number: int, given: Sequence[Any]) -> Any:
+    return _known(identifier).carry_out((), method, number, given)
+
+
 @shown_as("an optimizer's step")
-def with_gradients(identifier: int, method: str, *args: Any) -> Any:
+def step(identifier: int, method: Method, number: int, given: Sequence[Any]) -> Any:
     owned = _known(identifier)
-    return getattr(owned, method)(owned.gradients(), *args)
+    return owned.carry_out(owned.gradients(), method, number, given)
+
+
+@shown_as("a test that an optimizer's gradients are there")
+def wait_for_gradients(identifier: int) -> None:
+    """Raise if there is no gradient, or if its computation has failed."""
+    jax.block_until_ready(_known(identifier).gradients())
 
 
 def _known(identifier: int) -> OwnedParameters:
@@ -197,98 +173,28 @@ def _known(identifier: int) -> OwnedParameters:
 
 
 @dataclasses.dataclass(frozen=True)
-class Inspect(ServedFunction):
-    """An inspection of given gradients: see ``OwnedParameters.inspect``."""
+class StepOnOwner(ServedFunction):
+    """One round of a step with given gradients. ``size``: of what the owner sends, in bytes."""
 
     identifier: int
-    label = "an inspection of gradients"
-    changes = False
+    method: Method
+    number: int
+    size: int
+    changes: bool
+
+    @property
+    def label(self) -> str:
+        return "an optimizer's step" if self.changes else "numbers for an optimizer's step"
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((2,), jax.dtypes.canonicalize_dtype(np.float64))
+        return jax.ShapeDtypeStruct((self.size,), np.uint8)
 
-    def __call__(self, gradients: Sequence[Gradient]) -> Any:
-        return _known(self.identifier).inspect(gradients)
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnersStep(ServedFunction):
-    """A step with given gradients. Raises an error if an owner's inspection found one that is not finite.
-
-    ``owners``: the inspecting owners. ``extra``: the names of the transformation's extra arguments.
-    """
-
-    identifier: int
-    owners: tuple[str, ...]
-    extra: tuple[str, ...]
-    label = "an optimizer's step"
-    result = jax.ShapeDtypeStruct((), np.bool_)
-    changes = True
-
-    def __call__(self, gradients: Sequence[Gradient], *others: Any) -> Any:
-        count = len(self.extra)
-        scale, finite = others[count:] or (1.0, ())
-        if self.owners:
-            require_finite(self.owners, finite)
-        _known(self.identifier).step(gradients, scale, dict(zip(self.extra, others, strict=False)))
-        return np.ones(self.result.shape, self.result.dtype)
+    def __call__(self, gradients: Sequence[Gradient], *given: Any) -> Any:
+        return _known(self.identifier).carry_out(gradients, self.method, self.number, given)
 
 
-def require_finite(owners: Sequence[str], finite: Sequence[Any]) -> None:
-    bad = [owner for owner, one in zip(owners, finite, strict=True) if not one]
-    if bad:
-        raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)
-
-
-def difference(found: Any, known: Any) -> str | None:
-    """Return the first difference in structure, shapes or dtypes, in words; None if there is none."""
-
-    keystr, with_path = jax.tree_util.keystr, jax.tree_util.tree_leaves_with_path
-    theirs, ours = ({keystr(path): leaf for path, leaf in with_path(tree)} for tree in (found, known))
-    shown: list[Any] = [jax.tree.structure(tree) for tree in (found, known)]
-    other = f"the structure is {shown[0]}, expected {shown[1]}" if shown[0] != shown[1] else None
-    return first_difference(theirs, ours, _fits, _kind) or other
-
-
-def first_difference(
-    theirs: Mapping[str, Any],
-    ours: Mapping[str, Any],
-    fits: Callable[[Any, Any], bool],
-    spelled: Callable[[Any], str],
-) -> str | None:
-    """Return the first difference between leaves, by path, in words; None if theirs fit."""
-    for place, expected in ours.items():
-        if place not in theirs:
-            return f"{place} is missing, expected {spelled(expected)}"
-        if not fits(theirs[place], expected):
-            return f"{place} is {spelled(theirs[place])}, expected {spelled(expected)}"
-    extra = next((place for place in theirs if place not in ours), None)
-    return None if extra is None else f"{extra} is not expected; it is {spelled(theirs[extra])}"
-
-
-def converted(found: Any, known: Any) -> Any:
-    """Convert fitting values to the kinds of the known values, with the order of the known dicts, and copy arrays."""
-    leaves = trees.leaves(found)
-    return trees.map_leaves(lambda leaf: _at_home(next(leaves), leaf), known)
-
-
-def _fits(found: Any, expected: Any) -> bool:
-    """Return whether a leaf fits. Files return Python numbers as arrays without dimensions."""
-    if type(expected) in NUMBERS and isinstance(found, ARRAYS):
-        plain = isinstance(found.dtype, np.dtype) and found.ndim == 0
-        return plain and np.can_cast(found.dtype, type(expected), "same_kind")
-    return _kind(found) == _kind(expected)
-
-
-def _kind(leaf: Any) -> str:
-    return str(LeafSpec.of(leaf)) if isinstance(leaf, ARRAYS) else f"a {type(leaf).__name__}"
-
-
-def _at_home(found: Any, known: Any) -> Any:
-    if isinstance(known, jax.Array):  # a copy: one restored from a file may be committed to another worker's device
-        spec = LeafSpec.of(found if isinstance(found, jax.Array) else known)  # NumPy knows of no weak types
-        return spec.restored(np.array(plain(found)))
-    if isinstance(known, np.ndarray):
-        return np.array(found)
-    return type(known)(found.item()) if type(known) in NUMBERS and isinstance(found, ARRAYS) else found
+def _spread(found: Sequence[Any], numbers: Sequence[int], count: int) -> list[Any]:
+    """Return a list with the found at these numbers, and None elsewhere."""
+    by_number = dict(zip(numbers, found, strict=True))
+    return [by_number.get(k) for k in range(count)]

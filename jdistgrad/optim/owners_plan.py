@@ -1,14 +1,14 @@
 """How an optax transformation of a tree of values divides among their owners, which all divide it alike."""
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
 from jdistgrad.optim.division import HERE, Division, MixedError, inlined
-from jdistgrad.optim.sharding import on_parameters
+from jdistgrad.optim.optax_extras import on_parameters
 
 
 class Piece(NamedTuple):
@@ -34,22 +34,26 @@ class Plan:
     """A transformation of a tree, divided.
 
     Arguments:
-      tx: the transformation.
+      tx: the transformation, or an object with its methods.
       params: the tree of parameters, with shapes in place of arrays, and trees of shapes in place of references.
       pieces: its pieces, in order.
+      is_shared: whether each owner has a copy of what belongs to no value, such as a count of steps.
     """
 
-    def __init__(self, tx: optax.GradientTransformationExtraArgs, params: Any, pieces: Sequence[Piece]):
-        self.tx, self.params, self.pieces = tx, params, pieces
+    def __init__(self, tx: Any, params: Any, pieces: Sequence[Piece], *, is_shared: bool = False):
+        self.tx, self.params, self.pieces, self.is_shared = tx, params, pieces, is_shared
         self.shapes: list[Any] = jax.tree.leaves(params)
         self._divisions: dict[Method, Division] = {}
-        self._state = jax.eval_shape(tx.init, params)
-        placed = _placed(tx, self._state, jax.tree.unflatten(jax.tree.structure(params), _by_leaf(pieces)))
+        self.state = jax.eval_shape(tx.init, params)
+        owners = {piece.place for piece in pieces}
+        rest = owners.pop() if is_shared and len(owners) == 1 else HERE
+        placed = _placed(tx, self.state, jax.tree.unflatten(jax.tree.structure(params), by_leaf(pieces)), rest)
         parts, self.state_outer = jax.tree.flatten(placed, is_leaf=_is_of_one_owner)
+        self.state_count = len(jax.tree.leaves(self.state))
         self.state_pieces = [Piece(jax.tree.leaves(part)[0], jax.tree.structure(part)) for part in parts]
 
     def __reduce__(self) -> Any:
-        return Plan, (self.tx, self.params, self.pieces)
+        return functools.partial(Plan, is_shared=self.is_shared), (self.tx, self.params, self.pieces)
 
     def results(self, method: Method) -> list[Piece]:
         """Return the pieces of a method's results: of the updates, and of the state."""
@@ -60,36 +64,37 @@ class Plan:
         if method not in self._divisions:
             closed, places = self._program(method)
             try:
-                self._divisions[method] = Division(closed, places, _by_leaf(self.results(method)))
+                wanted = by_leaf(self.results(method))
+                self._divisions[method] = Division(closed, places, wanted, is_shared=self.is_shared)
             except MixedError as error:
                 raise ValueError(
-                    f"on_owners: in the transformation's {method.name}, {error}. Norms, clipping and elementwise "
+                    f"in the transformation's {method.name}, {error}. Norms, clipping and elementwise "
                     "transformations can be divided. Apply this one to values of one owner, or to jd.get(params)."
                 ) from error
         return self._divisions[method]
 
     def _program(self, method: Method) -> tuple[Any, list[int]]:
         """Return a method's program, and the place of each of its inputs."""
-        params, tx = _by_leaf(self.pieces), self.tx
+        params, state, tx = by_leaf(self.pieces), by_leaf(self.state_pieces), self.tx
+        traced = jax.make_jaxpr if len({*params, *state}) == 1 else inlined
         if method.name == "init":
-            return inlined(lambda p: jax.tree.leaves(tx.init(p)), self.params), params
-        closed = inlined(
-            lambda g, s, p, extra: jax.tree.leaves(tx.update(g, s, p, **extra)),
-            *(self.params, self._state, self.params if method.with_params else None, dict(method.extra)),
+            return traced(lambda p: jax.tree.leaves(tx.init(p)))(self.params), params
+        closed = traced(lambda g, s, p, extra: jax.tree.leaves(tx.update(g, s, p, **extra)))(
+            self.params, self.state, self.params if method.with_params else None, dict(method.extra)
         )
-        places = [*params, *_by_leaf(self.state_pieces), *(params if method.with_params else ())]
+        places = [*params, *state, *(params if method.with_params else ())]
         return closed, places + [HERE] * len(method.extra)
 
 
-def _by_leaf(pieces: Sequence[Piece]) -> list[int]:
+def by_leaf(pieces: Sequence[Piece]) -> list[int]:
     return [piece.place for piece in pieces for _ in range(piece.structure.num_leaves)]
 
 
-def _placed(tx: optax.GradientTransformationExtraArgs, state: Any, places: Any) -> Any:
-    """Return a state with the places of its leaves: what belongs to a parameter is where that is."""
+def _placed(tx: Any, state: Any, places: Any, rest: int) -> Any:
+    """Return a state with the places of its leaves: that of their parameter, or ``rest``."""
     with contextlib.suppress(Exception):  # of ``init``, which gets a tree without arrays: optax.flatten wants one
         state = on_parameters(tx, lambda part, place: jax.tree.map(lambda _: place, part), state, places)
-    return jax.tree.map(lambda place: place if isinstance(place, int) else HERE, state)
+    return jax.tree.map(lambda place: place if isinstance(place, int) else rest, state)
 
 
 def _is_of_one_owner(places: Any) -> bool:

@@ -7,11 +7,10 @@ without sharding. Guarantee: the same updates as without sharding, for elementwi
 adafactor, clipping by norm) would see slices: ``init`` tries a transformation on a small tree, and refuses these.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,6 +22,7 @@ from jdistgrad.collectives.base import Collectives, require_collectives
 from jdistgrad.collectives.default import shared
 from jdistgrad.collectives.operations import divided
 from jdistgrad.data_parallel.buckets import limits_of, plan_buckets
+from jdistgrad.optim.optax_extras import on_parameters, with_extra_arguments
 
 
 def shard_state(
@@ -132,32 +132,6 @@ def _require_shape(what: str, leaf: Any, expected: tuple[int, ...], kind: str, p
             f"{list(parameter)}, expected {list(expected)}, {kind}. What has other shapes than the parameters "
             "(optax.zero_nans, optax.adafactor) belongs outside of shard_state."
         )
-
-
-@jax.tree_util.register_static  # no leaf: a transformation's init passes it on instead of making zeros like it
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """A parameter's place among the leaves."""
-
-    number: int
-
-
-def on_parameters(
-    tx: optax.GradientTransformation | optax.MultiSteps, function: Callable[[Any, Any], Any], state: Any, params: Any
-) -> Any:
-    """Apply a function to each leaf of a state that belongs to a parameter, and to that parameter.
-
-    What is masked in the state (``optax.masked``, ``optax.multi_transform``) stays masked. Unlike
-    ``optax.tree_map_params``, functions that make masks or labels get a tree of the parameters' structure.
-    """
-    leaves, structure = jax.tree.flatten(params)
-    marked: Any = tx.init(jax.tree.unflatten(structure, [_Place(number) for number in range(len(leaves))]))
-
-    def apply(mark: Any, part: Any) -> Any:
-        belongs = isinstance(mark, _Place) and not isinstance(part, optax.MaskedNode)
-        return function(part, leaves[mark.number]) if belongs else part
-
-    return jax.tree.map(apply, marked, state, is_leaf=lambda node: isinstance(node, _Place))
 
 
 def _chosen(collectives: Collectives | None) -> Collectives:
@@ -306,15 +280,3 @@ def _gradients(params: Any, step: int, *, scale: float, with_nan: bool) -> Any:
 
 def _second_half(leaf: np.ndarray) -> np.ndarray:
     return leaf.reshape(-1)[leaf.size // 2 :]
-
-
-def with_extra_arguments(
-    tx: optax.GradientTransformation | optax.MultiSteps,
-) -> optax.GradientTransformationExtraArgs:
-    """Return a transformation whose ``update`` takes extra arguments, and leaves them out if ``tx`` takes none.
-
-    ``optax.with_extra_args_support``, and ``MultiSteps.gradient_transformation``, leave them out for ``MultiSteps``.
-    """
-    if isinstance(tx, optax.MultiSteps):
-        return optax.GradientTransformationExtraArgs(tx.init, tx.update)
-    return optax.with_extra_args_support(tx)

@@ -11,12 +11,13 @@ import optax
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.autograd.callee.contributions import gradient_of
 from jdistgrad.autograd.gradients import RemoteGradient
-from jdistgrad.autograd.values.holes import is_float_array, shape_of
+from jdistgrad.autograd.values.holes import shape_of
 from jdistgrad.errors import ContextError
-from jdistgrad.optim.division import HERE, Division
+from jdistgrad.optim.division import HERE
+from jdistgrad.optim.optax_extras import with_extra_arguments
 from jdistgrad.optim.owners_plan import Method, Piece, Plan
-from jdistgrad.optim.sharding import with_extra_arguments
-from jdistgrad.rpc import api, trees
+from jdistgrad.optim.values import floats, shapes_of
+from jdistgrad.rpc import api
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.on import put
@@ -85,7 +86,7 @@ def on_owners(tx: optax.GradientTransformation | optax.MultiSteps) -> optax.Grad
     def init(params: Any) -> OwnersState:
         _require_no_trace("init")
         leaves, outer = jax.tree.flatten(params, is_leaf=_is_reference)
-        shapes = _shapes_of(leaves)
+        shapes = shapes_of(leaves)
         pieces = [Piece(_place(one), jax.tree.structure(shape)) for one, shape in zip(leaves, shapes, strict=True)]
         plan = Plan(inner, jax.tree.unflatten(outer, shapes), pieces)
         copies = PlanCopies({owner: put(owner, plan) for owner in {piece.place for piece in pieces} - {HERE}})
@@ -121,21 +122,21 @@ def _carried_out(plan: Plan, copies: PlanCopies, method: Method, inputs: Inputs)
     """Carry out a method, round after round; return what stands for each piece of its results."""
     division = plan.division(method)
     own, known = _at_places(inputs)
-    kept: dict[int, Iterator[Any]] = {}
+    kept, sent = dict[int, Iterator[Any]](), list[Any]()
     with within(_scope_of(inputs)):
         for number, parts in enumerate(division.rounds):
             answers = {}
-            for owner, part in parts.items():
+            for owner, part in sorted(parts.items()):
                 if owner != HERE:
                     given = {k: known[k] for k in part.given}
-                    call = copies.by_owner[owner], method, number, own.get(owner, {}), given
+                    call = copies.by_owner[owner], method, number, own.get(owner, {}), given, tuple(sent)
                     answers[owner] = api.rpc_async(owner, carry_out_part, call)
             for owner, answer in answers.items():
-                sent, references = answer.result()
-                known.update(sent)
+                bytes_, references = answer.result()
                 kept[owner] = iter(references)
+                sent += [bytes_] if parts[owner].sent else []
     if HERE in division.rounds[-1]:
-        known.update(_outputs(division, len(division.rounds) - 1, HERE, known))
+        known.update(division.rounds[-1][HERE].compute(known, sent)[0])
     known.update(division.literals)
     return [
         jnp.asarray(known[numbers[0]]) if piece.place == HERE else next(kept[piece.place])
@@ -145,33 +146,27 @@ def _carried_out(plan: Plan, copies: PlanCopies, method: Method, inputs: Inputs)
 
 @shown_as("the part of an optax transformation on an owner")
 def carry_out_part(
-    plan: Plan, method: Method, number: int, own: Mapping[int, Any], given: Mapping[int, Any]
-) -> tuple[dict[int, Any], list[Any]]:
-    """Carry out this worker's part of a round; return the numbers for others, and references to its results, if any.
+    plan: Plan, method: Method, number: int, own: Mapping[int, Any], given: Mapping[int, Any], earlier: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """Carry out this worker's part of a round; return the bytes of what others get, and references to results, if any.
 
     Arguments:
       own: what is on this worker: values and gradients, by the numbers of their first leaves.
-      given: arrays that others have sent, by their numbers.
+      given: arrays of the caller, by their numbers.
+      earlier: what owners have sent in earlier rounds.
     """
     here, division = current_worker().rank, plan.division(method)
     known = dict(given)
     for first, value in own.items():
         known.update(enumerate(_leaves_of(value, plan.shapes[first:]), first))
-    made = _outputs(division, number, here, known)
-    sent = {k: one for k, one in made.items() if k in division.sent}
-    if any(here in parts for parts in division.rounds[number + 1 :]):
+    made, sent = division.rounds[number][here].compute(known, earlier)
+    if not division.is_last(number, here):
         return sent, []
     made.update(division.literals)
     mine = [(piece, numbers) for piece, numbers in _numbered(plan, method) if piece.place == here]
     return sent, [
         RRef(jax.tree.unflatten(piece.structure, [jnp.asarray(made[k]) for k in numbers])) for piece, numbers in mine
     ]
-
-
-def _outputs(division: Division, number: int, place: int, known: Mapping[int, Any]) -> dict[int, Any]:
-    """Return what a part computes, by numbers, from what is known."""
-    part = division.rounds[number][place]
-    return dict(zip(part.outputs, part.function(*(known[k] for k in part.inputs)), strict=True))
 
 
 def _numbered(plan: Plan, method: Method) -> list[tuple[Piece, list[int]]]:
@@ -207,33 +202,11 @@ def _scope_of(inputs: Inputs) -> Any:
 def _leaves_of(value: Any, shapes: Sequence[Any]) -> list[Any]:
     """Return the leaves of a value that are optimized, or of a gradient, in the parameters' dtypes."""
     if not isinstance(value, GradientThere):
-        return jax.tree.leaves(_floats(value))
+        return jax.tree.leaves(floats(value))
     return [
         one.astype(like.dtype)
         for one, like in zip(jax.tree.leaves(gradient_of(*value.identified)), shapes, strict=False)
     ]
-
-
-def _shapes_of(leaves: Sequence[Any]) -> list[Any]:
-    """Return the shapes of leaves, and trees of shapes for references: each owner is asked once."""
-    there = dict[int, dict[int, Any]]()
-    for k, leaf in enumerate(leaves):
-        if isinstance(leaf, RRef):
-            there.setdefault(leaf.owner.rank, {})[k] = leaf
-    found = dict[int, Any]()
-    for answer in [api.rpc_async(owner, value_shapes, (mine,)) for owner, mine in there.items()]:
-        found.update(answer.result())
-    return [found[k] if k in found else shape_of(jnp.asarray(leaf)) for k, leaf in enumerate(leaves)]
-
-
-@shown_as("the shapes of values")
-def value_shapes(values: Mapping[int, Any]) -> dict[int, Any]:
-    return {k: jax.tree.map(shape_of, _floats(value)) for k, value in values.items()}
-
-
-def _floats(value: Any) -> Any:
-    """Return a value with None in place of what is not optimized."""
-    return trees.map_leaves(lambda leaf: leaf if is_float_array(leaf) else None, value)
 
 
 def _up_to(structure: Any, tree: Any) -> list[Any]:

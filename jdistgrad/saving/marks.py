@@ -13,7 +13,7 @@ from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.collectives.base import Collectives
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
-from jdistgrad.optim.sharding import on_parameters
+from jdistgrad.optim.optax_extras import on_parameters
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.rref import RRef
 

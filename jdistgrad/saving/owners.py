@@ -5,16 +5,14 @@ A part is a dict of leaves by place. The manifest says in which folder each part
 
 import functools
 import pathlib
-import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import optax
 
 from jdistgrad.errors import CheckpointError
 from jdistgrad.optim.distributed import DistributedOptimizer
-from jdistgrad.optim.owner import OwnedParameters, Value
+from jdistgrad.optim.owner import OwnedParameters, Saved
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
@@ -27,8 +25,7 @@ from jdistgrad.wire.message import spell
 
 Part = dict[str, Any]
 
-Label = types.SimpleNamespace  # of a leaf of a state: the number of its value, and its path in it
-UNDIVIDED = "state[of "  # prefix of the leaves of a state that optax cannot divide by value
+STATE = "state"  # how the names of leaves of optimizers' states begin
 
 
 class Work(NamedTuple):
@@ -39,7 +36,6 @@ class Work(NamedTuple):
       own: whether each caller has its own.
       identifier: of the value or the share.
       share: the number of the share; None for a value.
-      numbers: the numbers of the optimizer's values in the share.
     """
 
     owner: int
@@ -47,7 +43,6 @@ class Work(NamedTuple):
     own: bool
     identifier: int
     share: int | None = None
-    numbers: tuple[int, ...] = ()
 
     def part(self, rank: int | None) -> str:
         """Return the name of the part. ``rank``: of the caller whose own it is."""
@@ -65,8 +60,8 @@ def works_of(leaf: PlacedLeaf) -> Iterator[Work]:
         yield Work(leaf.value.owner.rank, leaf.place, leaf.own, leaf.value.id)
     elif isinstance(leaf.value, DistributedOptimizer):
         leaf.value._require_its_world(leaf.place)
-        for share, (owned, numbers) in enumerate(leaf.value._on_owners):
-            yield Work(owned.owner.rank, leaf.place, leaf.own, owned.id, share, tuple(numbers))
+        for share, (owned, _) in enumerate(leaf.value._on_owners.values()):
+            yield Work(owned.owner.rank, leaf.place, leaf.own, owned.id, share)
 
 
 def by_owner(parts: Iterable[tuple[str, Work]]) -> dict[int, Asked]:
@@ -95,68 +90,12 @@ def _leaves_of_value(value: Any, place: str = "") -> Part:
     return dict(placed)
 
 
-def _named_leaves(
-    owned: OwnedParameters, values: Sequence[Any], state: Any, numbers: Sequence[int]
-) -> tuple[Part, dict[str, int]]:
-    """Return the leaves of an optimizer on its owner by name; and the value's number of those that belong to one."""
-    found: Part = {}
-    numbered: dict[str, int] = {}
-    for number, value in zip(numbers, values, strict=True):
-        mine = _leaves_of_value(value, f"values[{number}]")
-        found.update(mine)
-        numbered.update(dict.fromkeys(mine, number))
-    apart = [Value.of(value) for value in values]
-    optimized = [jax.tree.unflatten(one.tree, one.leaves) for one in apart]
-    names = _names_in(owned.transformation, state, optimized, numbers)
-    for (name, of_value), leaf in zip(names, jax.tree.leaves(state), strict=True):
-        found[name] = leaf
-        if of_value is not None:
-            numbered[name] = of_value
-    return found, numbered
-
-
-# An owner's state is that of the list of its values, so a leaf's path in it depends on which values the owner has. In a
-# checkpoint the leaf of a value is named by the value's number in the whole optimizer, to be found on any owner.
-
-
-def _names_in(
-    tx: optax.GradientTransformation, state: Any, values: Sequence[Any], numbers: Sequence[int]
-) -> list[tuple[str, int | None]]:
-    """Return the name of each leaf of an owner's state, and the number of its value; None if it belongs to all.
-
-    Arguments:
-      values: the trees of the owner's optimized values.
-      numbers: their numbers in the optimizer.
-    """
-    labels = [
-        jax.tree_util.tree_map_with_path(lambda path, _, number=number: Label(number=number, path=path), value)
-        for number, value in zip(numbers, values, strict=True)
-    ]
-    try:
-        marked = optax.tree_map_params(
-            tx,
-            lambda leaf, label: leaf if isinstance(leaf, optax.MaskedNode) else label,
-            state,
-            labels,
-            transform_non_params=lambda _: 0,
-            is_leaf=lambda node: isinstance(node, optax.MaskedNode),
-        )
-        found = jax.tree_util.tree_flatten_with_path(marked)[0]
-    except Exception:  # optax cannot tell where the parameters are in every user's state
-        found = []
-    if len(found) != len(jax.tree.leaves(state)):
-        begin = f"{UNDIVIDED}{', '.join(map(str, numbers))}]"  # fits only an owner of the same values
-        paths = jax.tree_util.tree_flatten_with_path(state)[0]
-        return [(f"{begin}{jax.tree_util.keystr(path)}", None) for path, _ in paths]
-    names = list[tuple[str, int | None]]()
-    for path, label in found:
-        if isinstance(label, Label):
-            before = path[: -len(label.path) - 1]  # without the value's index on its owner
-            spelled = f"state{jax.tree_util.keystr(before)}[{label.number}]{jax.tree_util.keystr(label.path)}"
-            names.append((spelled, label.number))
-        else:
-            names.append((f"state{jax.tree_util.keystr(path)}", None))
-    return names
+def _leaves_of_share(saved: Saved) -> Part:
+    """Return the leaves of what is of an optimizer on an owner, by names that do not depend on the owner."""
+    found: Part = {f"{STATE}{name}": leaf for name, leaf in saved["state"].items()}
+    for number, value in saved["values"].items():
+        found.update(_leaves_of_value(value, f"values[{number}]"))
+    return found
 
 
 def write(folder: str, asked: Asked, held: Mapping[str, Part]) -> dict[str, Any]:
@@ -168,22 +107,18 @@ def write(folder: str, asked: Asked, held: Mapping[str, Part]) -> dict[str, Any]
     """
     arrays: files.Arrays = {}
     entries: dict[str, Any] = {}
-    owned = [(name, name, *_taken(work)) for name, work in asked]
-    for name, inside, part, more in [*owned, *((name, "", part, {}) for name, part in held.items())]:
+    owned = [(name, name, _taken(work)) for name, work in asked]
+    for name, inside, part in [*owned, *((name, "", part) for name, part in held.items())]:
         described = {place: _described(leaf, f"save: {inside}{place}", arrays) for place, leaf in part.items()}
-        entries[name] = {"folder": pathlib.Path(folder).name, "leaves": described, **more}
+        entries[name] = {"folder": pathlib.Path(folder).name, "leaves": described}
     files.write(folder, arrays)
     return entries
 
 
-def _taken(work: Work) -> tuple[Part, dict[str, Any]]:
-    """Return a part that this worker owns, and more fields of its entry in the manifest."""
+def _taken(work: Work) -> Part:
+    """Return a part that this worker owns."""
     value = _value_here(work.identifier)
-    if work.share is None:
-        return _leaves_of_value(value), {}
-    values, state = value.state()
-    found, of_number = _named_leaves(value, values, state, work.numbers)
-    return found, {"numbers": list(work.numbers), "of_number": of_number}
+    return _leaves_of_value(value) if work.share is None else _leaves_of_share(value.state())
 
 
 def held_parts(leaves: Iterable[PlacedLeaf], callers: Sequence[int]) -> dict[str, Part]:
@@ -244,30 +179,22 @@ def _prepared_value(reader: Reader, part: str, work: Work) -> Callable[[], None]
 def _prepared_share(reader: Reader, part: str, work: Work) -> Callable[[], None]:
     """Prepare the values and the state of an optimizer on this owner, from all owners' parts."""
     owned: OwnedParameters = _value_here(work.identifier)
-    values, state = owned.state()
-    known, _ = _named_leaves(owned, values, state, work.numbers)
-    saved: dict[str, Description] = {}
-    whole, then = part.rpartition("/")[0], list[list[int]]()
-    for name, entry in reader.parts.items():
-        if name.startswith(f"{whole}/"):
-            then.append(entry["numbers"])
-            numbered, there = entry["of_number"], reader.part(name)
-            saved |= {place: one for place, one in there.items() if numbered.get(place) in work.numbers}
-            if work.numbers[0] in entry["numbers"]:  # leaves of all of an owner's values
-                saved |= {place: one for place, one in there.items() if place not in numbered}
-    is_undivided = any(name.startswith(UNDIVIDED) for name in known)
-    if is_undivided and then and list(work.numbers) not in then:
-        owners = [f"({', '.join(map(str, each))})" for each in (*then, work.numbers)]
-        raise CheckpointError(
-            f"restore of {reader.folder} on {current_worker().info}: {whole}: optax cannot tell which parts of this "
-            "transformation's state belong to which value, so the state fits only owners of the same values as when it "
-            f"was saved: {', '.join(owners[:-1])}. This one has {owners[-1]} (numbers in the optimizer's list). "
-            "Nothing was restored on any worker."
-        )
-    ordered = iter(reader.fitting(saved, known, part).values())
-    restored = {number: _filled(value, ordered) for number, value in enumerate(values)}
-    states = jax.tree.unflatten(jax.tree.structure(state), list(ordered))
-    return functools.partial(owned.put_back, {"values": restored, "states": {0: states}})
+    known = owned.state()
+    named, whole = _leaves_of_share(known), part.rpartition("/")[0]
+    others = {f"{STATE}{name}" for name in owned.names} - set(named)
+    mine = tuple(f"values[{number}]" for number in known["values"])
+    saved = {
+        place: leaf
+        for name in reader.parts
+        if name.startswith(f"{whole}/")
+        for place, leaf in reader.part(name).items()
+        if (place.startswith(STATE) and place not in others) or place.startswith(mine)
+    }
+    found = reader.fitting(saved, named, part)
+    state = {name: found[f"{STATE}{name}"] for name in known["state"]}
+    rest = iter(list(found.values())[len(state) :])
+    values = {number: _filled(value, rest) for number, value in known["values"].items()}
+    return functools.partial(owned.put_back, {"values": values, "state": state})
 
 
 def _filled(value: Any, found: Iterator[Any]) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from jdistgrad.errors import CheckpointError
-from jdistgrad.optim.owner import first_difference
+from jdistgrad.optim.values import first_difference
 from jdistgrad.rpc.failures import in_short
 from jdistgrad.rpc.worker import current_worker
 from jdistgrad.saving import files, saved_leaves

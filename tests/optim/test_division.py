@@ -10,22 +10,23 @@ A, B, C = 1, 2, 3
 
 
 def divided(function, places, wanted, *args):
-    return Division(inlined(lambda *args: jax.tree.leaves(function(*args)), *args), places, wanted)
+    return Division(inlined(lambda *args: jax.tree.leaves(function(*args)))(*args), places, wanted)
 
 
 def carried_out(division, places, args):
     """Carry out a division's rounds; return its outputs, and how often each place had a part."""
-    known, own, counts = {}, {}, {}
+    known, own, counts, sent = {}, {}, {}, []
     for k, (place, arg) in enumerate(zip(places, args, strict=True)):
         own.setdefault(place, {})[k] = arg
     made = {place: {} for place in own}
     known.update(own.get(HERE, {}))
     for parts in division.rounds:
-        for place, part in parts.items():
+        earlier = list(sent)
+        for place, part in sorted(parts.items(), key=lambda one: (one[0] == HERE, one)):
             inputs = own.get(place, {}) | {k: known[k] for k in part.given}
-            found = dict(zip(part.outputs, part.function(*(inputs[k] for k in part.inputs)), strict=True))
+            found, packed = part.compute(inputs, sent if place == HERE else earlier)
             made.setdefault(place, {}).update(found)
-            known.update({k: one for k, one in found.items() if k in division.sent or place == HERE})
+            sent += [packed] if part.sent else []
             counts[place] = counts.get(place, 0) + 1
     everything = {k: one for each in made.values() for k, one in each.items()} | division.literals
     return [everything[k] for k in division.outputs], counts
@@ -50,8 +51,7 @@ def test_a_norm_over_all_owners_takes_one_more_round():
     found, counts = carried_out(division, places, args)
     assert [one.tolist() for one in found] == [[0.5] * 3, [[0.25] * 2] * 2, 0]
     assert counts == {A: 2, B: 2}
-    sizes = {k: args[k].size for k in range(3)}
-    assert all(sizes.get(k, 1) == 1 for k in division.sent)
+    assert {one.shape for part in division.senders(1) for one in part.sent.values()} == {()}
 
 
 def test_numbers_of_several_owners_by_turns_take_no_round_each():
@@ -80,6 +80,31 @@ def test_outputs_that_no_input_reaches_are_made_where_they_are_wanted():
     found, counts = carried_out(division, places, args)
     assert [jnp.asarray(one).tolist() for one in found] == [[0, 0], False, 0]
     assert counts[B] == 1  # it has a part, though its output is a literal
+
+
+def test_an_owner_makes_its_outputs_in_its_last_round():
+    def late(a, b):
+        both = jnp.sum(a) + jnp.sum(b)
+        return a * 2, b + jnp.sum(a * both)
+
+    args, places = [jnp.ones(2), jnp.ones(3)], [A, B]
+    division = divided(late, places, places, *args)
+    found, counts = carried_out(division, places, args)
+    assert [one.tolist() for one in found] == [[2, 2], [11] * 3]
+    assert counts == {A: 2, B: 2}
+    assert division.outputs[0] in division.rounds[1][A].outputs
+    assert division.is_last(1, A)
+
+
+def test_what_is_of_no_owner_is_on_all_of_them():
+    def counted(count, a, b):
+        return count + 1, a + jnp.sum(b), b
+
+    args, places = [jnp.int32(0), jnp.ones(2), jnp.ones(3)], [HERE, A, B]
+    program = inlined(lambda *args: jax.tree.leaves(counted(*args)))(*args)
+    division = Division(program, places, places, is_shared=True)
+    assert all(division.outputs[0] in parts[place].outputs for parts in division.rounds[1:] for place in parts)
+    assert set().union(*division.rounds) == {A, B}
 
 
 def test_arrays_of_several_owners_are_not_combined():

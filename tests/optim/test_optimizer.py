@@ -11,10 +11,21 @@ import pytest
 from helpers.data import assert_close
 from helpers.programs import X, Y, affine, holding, make_params, references
 from helpers.training import distributed_loss, trained_serially, values
+from helpers.transformations import (
+    NOT_HERE,
+    PARAMS,
+    REFUSED,
+    TRANSFORMATIONS,
+    gradients,
+    marks_of,
+    potential,
+    with_extra,
+)
 from helpers.worlds import last, on_worker0
 
 import jdistgrad as jd
-from jdistgrad.optim.owner import OwnedParameters, Value, ValueForm
+from jdistgrad.optim.stepping import Stepping, StepState
+from jdistgrad.optim.values import Value, ValueForm
 
 
 def make_mixed(seed):
@@ -55,6 +66,39 @@ def test_equals_the_same_transformation_on_one_worker(world, tx):
     assert_close(values(refs), trained_serially(tx, 5))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", [pytest.param(one, marks=marks_of(one)) for one in TRANSFORMATIONS])
+@on_worker0
+def test_each_of_optax_is_what_it_is_in_one_process_or_refused(big_world, name):
+    tx, extra = with_extra(name)
+    params = list(PARAMS.values())
+    refs = [jd.put(owner, one) for owner, one in zip((1, 2, 1, 0), params, strict=True)]
+    try:
+        found, state = params, tx.init(params)
+        for k in range(4):
+            updates, state = tx.update(gradients(found, k), state, found, **extra)
+            found = optax.apply_updates(found, updates)
+    except Exception:
+        assert name in NOT_HERE
+        return
+
+    def train(optimizer):
+        @jd.jit
+        def step(refs, k):
+            gradients = jd.grad(lambda refs: sum(jd.on(ref.owner, potential)(ref, k) for ref in refs))(refs)
+            optimizer.step(gradients, **extra)
+
+        for k in range(4):
+            step(refs, jnp.float32(k))
+
+    if name in REFUSED:
+        with pytest.raises(ValueError, match=r"takes arrays of ranks \[0, 1, 2\] together"):
+            train(jd.DistributedOptimizer(tx, refs))
+    else:
+        train(jd.DistributedOptimizer(tx, refs))
+        assert_close(jd.get(refs), found, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("norm", [0.5, 1e6], ids=["below the gradients'", "above"])
 @on_worker0
 def test_clipping_by_the_norm_over_all_owners(world, norm):
@@ -71,9 +115,14 @@ def test_clipping_by_the_norm_over_all_owners(world, norm):
     ids=["complex", "float16", "float8", "infinity"],
 )
 def test_norms_of_gradients_of_other_dtypes(gradient, square):
-    with jd.local_workers(1):
-        owned = OwnedParameters(optax.sgd(1.0), [jd.RRef(jnp.asarray(gradient))])
-        np.testing.assert_allclose(owned.inspect([[jnp.asarray(gradient)]]), [square, np.isfinite(square)], rtol=1e-6)
+    gradient = [jnp.asarray(gradient)]
+    zero = jax.tree.map(jnp.zeros_like, gradient)
+    stepping = Stepping(optax.identity(), 2.0, {"worker": [0]})
+    clipped, state = stepping.update(gradient, stepping.init(zero), zero)
+    with np.errstate(invalid="ignore"):
+        expected = np.asarray(gradient[0], complex) * 2 / np.sqrt(square)
+    assert_close(clipped[0].astype(complex), expected, rtol=0.05)
+    assert state.finite == [np.isfinite(square)]
 
 
 @pytest.mark.parametrize("refuse", [False, True], ids=["any gradients", "finite gradients"])
@@ -86,10 +135,9 @@ def test_an_infinite_norm_clips_nothing(world, refuse):
 
 @pytest.mark.one_process
 def test_clipping_keeps_the_precision_of_the_values():
-    with jd.local_workers(1), jax.enable_x64(True):
-        value, scale = jd.RRef(jnp.ones(3)), 1 / 3
-        OwnedParameters(optax.sgd(1.0), [value]).step([[jnp.ones(3)]], scale, {})
-        np.testing.assert_allclose(value.local_value(), 1 - np.full(3, scale), rtol=1e-15)
+    with jax.enable_x64(True):
+        ((clipped,), _) = Stepping(optax.identity(), 1 / 3, {}).update([jnp.ones(3)], StepState((), []), [jnp.zeros(3)])
+        np.testing.assert_allclose(clipped, np.full(3, 3**-1.5), rtol=1e-15)
 
 
 @on_worker0

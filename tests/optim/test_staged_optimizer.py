@@ -97,6 +97,29 @@ def test_the_step_goes_with_the_last_pullback(big_world):
         assert len(sent) == 1, sent
 
 
+@pytest.mark.parametrize("how", ["optax", "max_global_norm"])
+@on_worker0
+def test_a_norm_goes_with_the_last_pullbacks(big_world, how):
+    """So clipping by the norm over all owners takes one message to each owner beside those of the gradient."""
+    clip, adam = optax.clip_by_global_norm(0.5), optax.adam(1e-2)
+    refs = [jd.remote(owner, make_params, args=(owner,)) for owner in (1, 2)]
+    if how == "optax":
+        optimizer = jd.DistributedOptimizer(optax.chain(clip, adam), refs)
+    else:
+        optimizer = jd.DistributedOptimizer(adam, refs, max_global_norm=0.5)
+
+    def loss(first, second, x, y):
+        out = jd.on(1, affine)(first, x) + jd.on(2, affine)(second, x)
+        return ((out - y) ** 2).sum()
+
+    step = jd.jit(training_step(optimizer, loss))
+    step.plan(*refs, X)
+    for k, owner in enumerate((1, 2)):
+        sent = sent_to(owner, lambda: step(*refs, X + k))  # noqa: B023
+        assert len(sent) == 3, sent
+    assert_close(values(refs), trained_serially(optax.chain(clip, adam), 2))
+
+
 @on_worker0
 def test_the_step_goes_with_fetches_and_contributions(big_world):
     first, second = (jd.remote(last(), make_params, args=(seed,)) for seed in (1, 2))

@@ -6,39 +6,16 @@ import numpy as np
 import optax
 import pytest
 from helpers.data import assert_close
-from helpers.transformations import TRANSFORMATIONS
+from helpers.transformations import NOT_HERE, PARAMS, REFUSED, TRANSFORMATIONS, gradients, marks_of, with_extra
 from helpers.worlds import on_worker0
 
 import jdistgrad as jd
 
-PARAMS = {
-    "a": {"w": jnp.linspace(-1, 1, 35).reshape(7, 5), "b": jnp.zeros(3)},
-    "c": {"w": jnp.linspace(0, 2, 12).reshape(3, 4)},
-    "s": jnp.float32(2),
-    "here": jnp.arange(3.0),
-}
 OWNERS = {"a": 1, "c": 2, "s": 1}
-REFUSED = {"optax.flatten", "optax.scale_by_lbfgs"}  # arrays of several owners in one, or in one loop
-# What the serial program cannot do with these arguments either: functions to call, or parameters without dimensions.
-NOT_HERE = """
-add_noise conditionally_mask conditionally_transform lbfgs measure_with_ema scale_by_backtracking_linesearch
-scale_by_schedule scale_by_sm3 scale_by_zoom_linesearch sm3 snapshot stateless stateless_with_tree_map
-contrib.differentially_private_aggregate contrib.hutchinson_estimator_diag_hessian contrib.sam contrib.scale_by_muon
-contrib.sophia contrib.split_real_and_imaginary
-"""
-NOT_HERE = {f"optax.{name}" for name in NOT_HERE.split()}
-OFTEN = {
-    *REFUSED, "optax.adam", "optax.lamb", "optax.noisy_sgd", "optax.apply_if_finite", "optax.zero_nans",
-    "optax.contrib.prodigy", "chain(clip_by_global_norm, adam) every 3", "decay of w", "warmup",
-}  # fmt: skip
 
 
 def there(tree, world):
     return {name: jd.put(OWNERS[name] % world.size, one) if name in OWNERS else one for name, one in tree.items()}
-
-
-def gradients(params, step):
-    return jax.tree.map(lambda p: 20 * jnp.sin(p * (step + 1.5) + step), params)
 
 
 def trained(tx, place, params, steps=4, **extra):
@@ -52,16 +29,12 @@ def trained(tx, place, params, steps=4, **extra):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning", "ignore::RuntimeWarning")
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[] if one in OFTEN else pytest.mark.long) for one in TRANSFORMATIONS]
-)
+@pytest.mark.parametrize("name", [pytest.param(one, marks=marks_of(one)) for one in TRANSFORMATIONS])
 @on_worker0
 def test_each_of_optax_is_exact_or_refused(world, name):
     if world.size < 3:
         pytest.skip("the parameters are on two other workers: three ranks run this test")
-    tx = TRANSFORMATIONS[name]
-    tx = tx if isinstance(tx, optax.MultiSteps) else optax.with_extra_args_support(tx)
-    extra = {} if isinstance(tx, optax.MultiSteps) else {"value": jnp.float32(1)}
+    tx, extra = with_extra(name)
     try:
         expected, _ = trained(tx, lambda tree: tree, PARAMS, **extra)
     except Exception:

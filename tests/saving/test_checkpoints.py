@@ -513,19 +513,6 @@ def test_what_does_not_fit_is_named_and_nothing_is_restored(tmp_path):
             same(other[0].to_here(), before)
 
 
-def flat_adam(owners):
-    references = [jd.remote(owner, make_params, args=(k,)) for k, owner in enumerate(owners)]
-    return jd.DistributedOptimizer(optax.flatten(optax.adam(0.1)), references)
-
-
-def test_a_state_that_cannot_be_divided_fits_only_owners_of_the_same_values(tmp_path):
-    with jd.local_workers(3):
-        jd.save(tmp_path, 1, optimizers=flat_adam([0, 1, 0]))
-        assert jd.restore(tmp_path, None, flat_adam([2, 0, 2]))[0] == 1
-        with pytest.raises(jd.CheckpointError, match="optax cannot tell"):
-            jd.restore(tmp_path, None, flat_adam([0, 0, 1]))
-
-
 class Odd:
     pass
 

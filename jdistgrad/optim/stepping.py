@@ -1,0 +1,62 @@
+"""What an optimizer's step does to all of its values, as one transformation: clip, test, update, apply."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jdistgrad.errors import DifferentiationError
+
+
+class StepState(NamedTuple):
+    """The state of the user's transformation, and whether each owner's last gradients were finite, if that is asked."""
+
+    inner: Any
+    finite: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepping:
+    """A transformation whose updates are the new parameters.
+
+    Arguments:
+      tx: the user's transformation.
+      max_norm: scale gradients down to a norm, over all owners, of at most this.
+      tested: for each owner whose gradients must be finite: the numbers of its values.
+    """
+
+    tx: optax.GradientTransformation
+    max_norm: float | None
+    tested: Mapping[str, Sequence[int]]
+
+    def init(self, params: Sequence[Any]) -> StepState:
+        return StepState(self.tx.init(params), [True] * len(self.tested))
+
+    def update(
+        self, gradients: Sequence[Any], state: StepState, params: Sequence[Any], **extra: Any
+    ) -> tuple[Any, StepState]:
+        finite = [_all_finite(jax.tree.leaves([gradients[k] for k in mine])) for mine in self.tested.values()]
+        clipped = gradients if self.max_norm is None else _clipped(gradients, self.max_norm)
+        updates, inner = self.tx.update(clipped, state.inner, params, **extra)
+        return optax.apply_updates(params, updates), StepState(inner, finite)
+
+    def require_finite(self, finite: Sequence[Any]) -> None:
+        bad = [owner for owner, one in zip(self.tested, finite, strict=True) if not one]
+        if bad:
+            raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)
+
+
+def _all_finite(leaves: Sequence[Any]) -> Any:
+    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
+
+
+def _clipped(gradients: Any, most: float) -> Any:
+    """Scale gradients down as ``optax.clip_by_global_norm`` does, with the squares of narrow floats in float32."""
+    leaves = jax.tree.leaves(gradients)
+    wide = [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in leaves]
+    norm = jnp.sqrt(sum(jnp.sum(jnp.abs(leaf) ** 2) for leaf in wide))
+    factor = most / jnp.maximum(norm, most)
+    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)
