@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jdistgrad.autograd.callee.derivatives import Orders
@@ -125,8 +126,8 @@ class Call(Crossing):
         """Return the operands with the lanes that the callee adds to those of a recorded call."""
         given = list(operands)
         for lane, k in ((lane, self.arguments.positions.index(lane.leaf)) for lane in self.lanes):
-            one = np.expand_dims(np.asarray(given[k]), lane.axis)
-            given[k] = np.broadcast_to(one, lane.shape(np.shape(given[k])))
+            numpy: Any = jnp if isinstance(given[k], jax.core.Tracer) else np
+            given[k] = numpy.broadcast_to(numpy.expand_dims(given[k], lane.axis), lane.shape(np.shape(given[k])))
         return given
 
     @property

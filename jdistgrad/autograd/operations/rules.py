@@ -133,23 +133,23 @@ def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: 
     if operation.uses_gradients:
         raise operation.misplaced()
     given = {k: one for k, one in enumerate(tangents) if not isinstance(one, ad.Zero)}
-    if not isinstance(operation, Call | Linear) or (isinstance(operation, Call) and operation.lanes):
+    if not isinstance(operation, Call | Linear):
         raise DifferentiationError(
             f"no derivative of this order is known for {operation} inside scan, while_loop or cond. Take the inner "
             "derivative outside of the loop, or unroll the loop."
         )
     if isinstance(operation, Linear) and operation.batches and not _is_linear(operation, [*given], operands):
-        return _derivative_in_batches(operation, operands, given)
+        alone = with_tangents(dataclasses.replace(operation, maps=(), batches=()))  # the function for one element
+        return _jvp(operation.over_batches(alone, operation), operands, given)
+    if isinstance(operation, Call) and operation.lanes:
+        whole = with_tangents(dataclasses.replace(operation, lanes=()))
+        return _jvp(lambda *operands: whole(*operation.in_lanes(operands)), operands, given)
     outputs, found = _pushed_through(operation, operands, given)
     zeros = [ad.Zero(zero_from_primal(one, symbolic_zeros=True).aval) for one in outputs]
     return list(outputs), [found.get(k, zero) for k, zero in enumerate(zeros)]
 
 
-def _derivative_in_batches(operation: Linear, operands: Sequence[Any], tangents: Mapping[int, Any]) -> Any:
-    """Differentiate a linear function in batches as JAX does: the function for one element, mapped over the batches."""
-    alone = with_tangents(dataclasses.replace(operation, maps=(), batches=()))
-    function = operation.over_batches(alone, operation)
-
+def _jvp(function: Callable[..., Any], operands: Sequence[Any], tangents: Mapping[int, Any]) -> Any:
     return jax.jvp(
         lambda perturbed: list(function(*(perturbed.get(k, one) for k, one in enumerate(operands)))),
         ({k: operands[k] for k in tangents},),
