@@ -73,13 +73,13 @@ def train(schedule):
 
     params = [jd.on(stage % jd.world_size(), init_params).keep(stage) for stage in range(STAGES)]
     pipeline = jd.Pipeline(list(zip(FUNCTIONS, params, strict=True)), schedule, loss=cross_entropy)
-    optimizer = jd.DistributedOptimizer(optax.adam(RATE), params)
+    optimizer = jd.DistributedOptimizer(optax.adam(RATE), pipeline.parameters)
     losses = []
     for number in range(STEPS):
         images, labels = batch(number)
-        with jd.context() as ctx:
-            losses.append(float(pipeline.step(images, targets=labels)))
-            optimizer.step(ctx)
+        loss, gradients = pipeline.value_and_grad(images, targets=labels)
+        optimizer.step(gradients)
+        losses.append(float(loss))
     report, (images, labels) = pipeline.report(), (part[:1600] for part in digits())
     return losses, report, np.mean(pipeline.apply(images).argmax(-1) == labels)
 

@@ -1,5 +1,6 @@
 """Pipelines: a model cut into stages on several workers, trained with several microbatches in flight."""
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -11,24 +12,27 @@ import jax
 import numpy as np
 
 from jdistgrad._compat import trace_state_clean
-from jdistgrad.autograd.contexts import opened_context
+from jdistgrad.autograd.contexts import opened_context, some_context
+from jdistgrad.autograd.gradients import RemoteGradient
+from jdistgrad.autograd.tape.ledger import mark
 from jdistgrad.autograd.tape.tape import next_message, next_place
 from jdistgrad.errors import CallTimeoutError, ContextError, DifferentiationError, DistgradError, WorkerLostError
 from jdistgrad.leaves import as_jax_array
 from jdistgrad.pipeline.batches import joined, sizes_of
-from jdistgrad.pipeline.parts import Part, as_stage, parts_of
+from jdistgrad.pipeline.parts import Part, as_stage, parts_of, references_of
 from jdistgrad.pipeline.report import Report
 from jdistgrad.pipeline.shares import Done, Share, keep
 from jdistgrad.pipeline.waiting import Future, StepsHere, Waits, fail_step
 from jdistgrad.rpc.caller import AnyWorker, checked_timeout
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.functions import describe
+from jdistgrad.rpc.handles import NO_MARKS, GradientHandle
 from jdistgrad.rpc.rref import RRef, remote
 from jdistgrad.rpc.worker import Worker, current_worker
 from jdistgrad.schedules.schedule import Kind, Schedule
 
 ANSWER_SECONDS = 0.5
-NOTHING = Done(None, [], [], 0)  # from a worker without actions
+NOTHING = Done(None, [], [], 0, [])  # from a worker without actions
 
 
 class Pipeline:
@@ -51,9 +55,9 @@ class Pipeline:
 
     Example:
       >>> pipeline = jd.Pipeline(stages, jd.pipeline.one_f_one_b(4, 8), loss=cross_entropy)
-      >>> with jd.context() as ctx:
-      ...     loss = pipeline.step(x, targets=y)
-      ...     optimizer.step(ctx)
+      >>> optimizer = jd.DistributedOptimizer(optax.adam(1e-3), pipeline.parameters)
+      >>> loss, gradients = pipeline.value_and_grad(x, targets=y)
+      >>> optimizer.step(gradients)
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class Pipeline:
         self._parts, self._ranks, self._between = parts_of(self.stages, schedule, loss, workers)
         self._kept: dict[tuple[str, int], dict[int, RRef[Part]]] = {}  # by the world and rank of the driver
         self._report: Report | None = None
+        self._contributions: list[tuple[int, int, int]] = []  # of the last step
 
     @functools.cached_property
     def _without_loss(self) -> "Pipeline":
@@ -85,7 +90,7 @@ class Pipeline:
         return Pipeline(self.stages, schedule, workers=self._workers, timeout=self._timeout)
 
     def step(self, *batch: Any, targets: Any = None) -> Any:
-        """Run a step; return the loss, or the loss and a list of the microbatches' auxiliary data.
+        """Run a step in a context; return the loss, or the loss and a list of the microbatches' auxiliary data.
 
         Arrays are split into microbatches along their first axis, except what ``jd.pipeline.whole`` marks. The loss is
         the mean over all rows: a microbatch with fewer rows weighs less. If a step fails, its context is closed, so
@@ -119,6 +124,25 @@ class Pipeline:
             done = self._run(batch, () if targets is None else (targets,))
         given = (done.loss, done.results) if done.results else done.loss
         return jax.tree.map(lambda leaf: as_jax_array(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
+
+    def value_and_grad(self, *batch: Any, targets: Any = None) -> tuple[Any, list[RemoteGradient]]:
+        """Run a step; return what ``step`` returns, and the gradients of ``parameters``, which stay on their owners.
+
+        Outside any context, it opens a context of its own, which closes when the last of the gradients is gone.
+        """
+        with some_context() as lease:
+            value = self.step(*batch, targets=targets)
+            marks = collections.defaultdict[tuple[int, int], Any](NO_MARKS.copy)
+            for owner, identifier, number in self._contributions:
+                marks[owner, identifier] += mark(number)
+            handles = [GradientHandle(marks[one.owner.rank, one.id]) for one in self.parameters]
+            each = zip(self.parameters, handles, strict=True)
+            return value, [RemoteGradient(one, handle, current_scope(), lease) for one, handle in each]
+
+    @property
+    def parameters(self) -> list[RRef[Any]]:
+        """Return the references to the stages' parameters, in the order of the stages, each once."""
+        return list(dict.fromkeys(one for stage in self.stages for one in references_of(stage.parameters)))
 
     def apply(self, *batch: Any) -> Any:
         """Run the stages forward, without the loss; return the last stage's outputs, joined along their first axis.
@@ -185,6 +209,7 @@ class Pipeline:
         seconds = time.monotonic() - start
         ordered = [done.get(index, NOTHING) for index in range(self.schedule.workers)]
         self._report = Report(self.schedule, self._between, ordered, seconds)
+        self._contributions = [one for done_there in ordered for one in done_there.contributions]
         return done[self.schedule.placement[-1]]
 
     def _kept_parts(self, own: int | None) -> dict[int, RRef[Part]]:

@@ -40,12 +40,14 @@ class Done(NamedTuple):
       times: for each action, by ``time.time``: when it was due, when its inputs had come, when it had sent the
         gradients of its inputs (the first half of a backward pass), and when it was done.
       recordings: the most recordings alive at once.
+      contributions: to the gradients of references: the owner, the reference's id, and the contribution's number.
     """
 
     loss: Any
     results: list[Any]
     times: list[tuple[float, float, float, float]]
     recordings: int
+    contributions: list[tuple[int, int, int]]
 
 
 @shown_as("keep a part of a pipeline")
@@ -116,6 +118,7 @@ class RunningShare:
         self._results: list[Any] = [None] * (part.microbatches if part.last else 0)
         self._times: list[tuple[float, float, float, float]] = []
         self._alive = self._most = 0  # recordings
+        self._contributions: list[tuple[int, int, int]] = []
         self._due = self._ready = time.monotonic()
         self._at: Action | str = "its beginning"
         self._waits_for = ""
@@ -213,7 +216,7 @@ class RunningShare:
         if last is not None and last.function.loss is not None:
             loss = weighted_sum(list(map(scalar_of, results)), self._weights)
             results = [one[1] for one in results if isinstance(one, tuple)]
-        return Done(loss, results, times, self._most)
+        return Done(loss, results, times, self._most, self._contributions)
 
     def _forward(self, stage: RunningStage, microbatch: int) -> None:
         placed = stage.placed
@@ -269,6 +272,7 @@ class RunningShare:
         for reference, count in zip(references_of(stage.placed.parameters), stage.counts, strict=True):
             contribution = Contribution(next_message(), (), [*itertools.islice(rest, count)], place)
             contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
+            self._contributions.append((reference.owner.rank, reference.id, contribution.number))
 
     def _push(self, what: int, source: int, target: int, microbatch: int, value: Any) -> None:
         self._worker.push(self._part.ranks[target], (self.step, what, source, target, microbatch), value)

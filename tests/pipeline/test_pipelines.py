@@ -255,6 +255,51 @@ def test_a_stage_takes_a_tree_of_references_so_that_two_stages_tie_their_embeddi
         assert_close((loss, tuple(found)), expected)
 
 
+@on_worker0
+def test_gradients_of_one_step_without_a_context(world):
+    """Every owner has several contributions; a step of an optimizer takes those of the step that it is given."""
+    size = jd.world_size()
+    tied, others = jd.remote(0, embedding, args=(5, 5)), references(2, [size - 1, size // 2])
+    trees = [{"embedding": tied, "first": others[0]}, others[1], tied]
+    functions = [embedded, layer, lambda tied, x: x @ jnp.ones((6, 5)) @ tied]
+    pipeline = jd.Pipeline(
+        list(zip(functions, trees, strict=True)), pp.one_f_one_b(3, 4), loss=mean_square, workers=[0, size // 2, 0]
+    )
+    assert pipeline.parameters == [tied, *others]
+    (x, y), tx = (data(1, 6)[0], data(1, 6)[0]), optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.1))
+
+    def serial(values):
+        tied, first, second = values
+        return mean_square(functions[2](tied, layer(second, embedded({"embedding": tied, "first": first}, x))), y)
+
+    for wrap in (jd.on_owners, lambda tx: jd.DistributedOptimizer(tx, pipeline.parameters)):
+        params, ours = jd.get(pipeline.parameters), wrap(tx)
+        state, there = tx.init(params), None if hasattr(ours, "step") else ours.init(pipeline.parameters)
+        for _ in range(3):
+            loss, gradients = jax.value_and_grad(serial)(params)
+            updates, state = tx.update(gradients, state, params)
+            params = optax.apply_updates(params, updates)
+            found = pipeline.value_and_grad(x, targets=y)
+            assert_close((found[0], jd.get(found[1])), (loss, gradients))
+            if there is None:
+                ours.step(found[1])
+            else:
+                updates, there = ours.update(found[1], there, pipeline.parameters)
+                jd.tree_map(optax.apply_updates, pipeline.parameters, updates, in_place=True)
+        assert_close(jd.get(pipeline.parameters), params, rtol=1e-4)
+    del found
+    with jd.context() as ctx:
+        pipeline.value_and_grad(x, targets=y)
+        _, gradients = pipeline.value_and_grad(x, targets=y)
+        optimizer = jd.DistributedOptimizer(optax.sgd(1.0), pipeline.parameters)
+        optimizer.step(gradients)  # of the second step only
+        with pytest.raises(ValueError):
+            pipeline.value_and_grad(x[:2], targets=y[:2])
+        del ctx
+    assert_close(jd.get(pipeline.parameters), jax.tree.map(jnp.subtract, params, jax.grad(serial)(params)), rtol=1e-4)
+    wait_until_nobody_takes_part()
+
+
 def make_back():
     return {"w": jnp.full((7, 5), 0.1), "b": jnp.zeros(5)}
 

@@ -13,7 +13,7 @@ NOON = 1e9  # the workers' clocks show the time of day
 
 
 def answer(*times):
-    return Done(None, [], [tuple(NOON + one for one in each) for each in times], 1)
+    return Done(None, [], [tuple(NOON + one for one in each) for each in times], 1, [])
 
 
 def in_whole():

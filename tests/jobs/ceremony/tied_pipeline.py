@@ -34,11 +34,10 @@ if me.rank == 0:
     embedding, params = jd.on(0, init).keep(0, WORDS, WIDTH), jd.on(1, init).keep(1, WIDTH, WIDTH)
     stages = [(embed, embedding), (middle, params), (unembed, embedding)]
     pipeline = jd.Pipeline(stages, jd.pipeline.one_f_one_b(3, 4), loss=loss_fn, workers=[0, 1, 2])
-    optimizer = jd.DistributedOptimizer(optax.adam(0.05), [embedding, params])
+    optimizer = jd.DistributedOptimizer(optax.adam(0.05), pipeline.parameters)
     words = jax.random.randint(jax.random.key(2), (32,), 0, WORDS)
     for _ in range(STEPS):
-        with jd.context() as ctx:
-            loss = pipeline.step(words, targets=(words + 1) % WORDS)
-            optimizer.step(ctx)
+        loss, gradients = pipeline.value_and_grad(words, targets=(words + 1) % WORDS)
+        optimizer.step(gradients)
     print(f"loss {loss:.5f}")
 jd.shutdown()
