@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Never
 
 import jax
@@ -93,12 +93,13 @@ class DistributedOptimizer(Corrected):
         tested = {str(self._rrefs[mine[0]].owner): mine for mine in numbers.values()} if refuse_nan else {}
         stepping = Stepping(tx, None if max_global_norm == math.inf else max_global_norm, tested)
         self._plan = _plan(stepping, self._rrefs)
+        self._structure: Any = jax.tree.structure(self._plan.state.inner)
         self._on_owners: dict[int, _Share] = {}
         for rank, mine in sorted(numbers.items()):
             args = self._plan, {k: by_reference(self._rrefs[k]) for k in mine}
             self._on_owners[rank] = api.remote(rank, owner.OwnedParameters, args), mine
         _all([owned.creation() for owned, _ in self._on_owners.values()])
-        self._carry_out(Method("init"), [], functools.partial(self._everywhere, owner.init))
+        self._carry_out(Method("init"), [], functools.partial(self._call, owner.init))
 
     def step(self, gradients: Any = None, **extra: Any) -> None:
         """Update every value with its gradient; return when all owners are done.
@@ -135,8 +136,9 @@ class DistributedOptimizer(Corrected):
         with within(find_context(gradients).scope):
             division = self._plan.division(method)
             if len(self._on_owners) > 1 and any(division.is_last(0, rank) for rank in self._on_owners):
-                self._everywhere(owner.wait_for_gradients, self._on_owners)  # before the first owner steps
-            self._carry_out(method, list(arrays.values()), functools.partial(self._everywhere, owner.step))
+                test = owner.wait_for_gradients  # before the first owner steps
+                _all([api.rpc_async(rank, test, (owned.id,)) for rank, (owned, _) in self._on_owners.items()])
+            self._carry_out(method, list(arrays.values()), functools.partial(self._call, owner.step))
 
     def state(self) -> dict[str, Any]:
         """Return the values and the transformation's state as a pytree that can be saved.
@@ -149,7 +151,7 @@ class DistributedOptimizer(Corrected):
         for saved in _all([api.rpc_async(owned.owner, there, (owned,)) for owned, _ in self._on_owners.values()]):
             values |= saved["values"]
             leaves |= saved["state"]
-        state = jax.tree.unflatten(self._structure(), [leaves[name] for name in owner.state_names(self._plan)])
+        state = jax.tree.unflatten(self._structure, [leaves[name] for name in owner.state_names(self._plan)])
         return {"values": [values[k] for k in range(len(self._rrefs))], "state": state}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -172,13 +174,10 @@ class DistributedOptimizer(Corrected):
         for rref in self._rrefs:
             rref._home(what)
 
-    def _structure(self) -> Any:
-        return jax.tree.structure(self._plan.state.inner)
-
     def _parts(self, state: Any) -> list[owner.Saved]:
         if not isinstance(state, Mapping) or not {"values", "state"} <= set(state):
             raise ValueError("restore takes the result of state(), a dict with 'values' and 'state'")
-        values, found, known = state["values"], jax.tree.structure(state["state"]), self._structure()
+        values, found, known = state["values"], jax.tree.structure(state["state"]), self._structure
         if len(values) != len(self._rrefs) or found != known:
             ours = f"{len(self._rrefs)} and {known}"
             raise ValueError(f"restore: {len(values)} values and the state {found}, but this optimizer has {ours}")
@@ -213,9 +212,12 @@ class DistributedOptimizer(Corrected):
             answers = call(sorted(parts), method, number, given)
             given += [one for one, rank in zip(answers, sorted(parts), strict=True) if parts[rank].sent]
 
-    def _everywhere(self, function: Callable[..., Any], ranks: Iterable[int], *args: Any) -> list[Any]:
-        """Call a function on owners; return what each sends."""
-        return _all([api.rpc_async(rank, function, (self._on_owners[rank][0].id, *args)) for rank in ranks])
+    def _call(
+        self, function: Callable[..., Any], ranks: Sequence[int], method: Method, number: int, given: Sequence[Any]
+    ) -> list[Any]:
+        """Call a function on owners in a round; return what each sends."""
+        each = [(rank, (self._on_owners[rank][0].id, method.extra, number, given)) for rank in ranks]
+        return _all([api.rpc_async(rank, function, args) for rank, args in each])
 
     def _use(self, marks: Sequence[Any], ranks: Sequence[int], method: Method, number: int, given: Any) -> list[Any]:
         """Let owners use their gradients in a round; return what each sends."""
