@@ -38,10 +38,11 @@ _Share = tuple[RRef[owner.OwnedParameters], list[int]]  # what is on an owner, a
 class DistributedOptimizer(Corrected):
     """An optimizer that applies an optax transformation to values on their owners.
 
-    The transformation is that of the list of all values, as in one process; its program is divided among the owners, as
-    that of ``on_owners`` is, and each keeps its part of the state. ``step`` updates all owners at once, each under a
-    lock, so trainers with contexts of their own may share parameters (each with an optimizer of its own, or one passed
-    on to it). A local value takes part as ``jdistgrad.RRef(value)``.
+    The transformation sees the list of all values, as in one process; its program is traced and divided among the
+    owners, as that of ``on_owners`` is, and each keeps its part of the state. ``step`` updates all owners at once, each
+    under a lock, so trainers with contexts of their own may share parameters (each with an optimizer of its own, or one
+    passed on to it). Their steps may meet on the owners in any order, also between two rounds of one step. A local
+    value takes part as ``jdistgrad.RRef(value)``.
 
     In a function staged by ``jit``, ``step(gradients)`` of an owner goes in the message of its last pullback.
 
@@ -135,7 +136,8 @@ class DistributedOptimizer(Corrected):
         method = _method(arrays)
         with within(find_context(gradients).scope):
             division = self._plan.division(method)
-            if len(self._on_owners) > 1 and any(division.is_last(0, rank) for rank in self._on_owners):
+            tested = [rank in division.rounds[0] and not division.is_last(0, rank) for rank in self._on_owners]
+            if len(tested) > 1 and not all(tested):
                 test = owner.wait_for_gradients  # before the first owner steps
                 _all([api.rpc_async(rank, test, (owned.id,)) for rank, (owned, _) in self._on_owners.items()])
             self._carry_out(method, list(arrays.values()), functools.partial(self._call, owner.step))
@@ -221,11 +223,10 @@ class DistributedOptimizer(Corrected):
 
     def _use(self, marks: Sequence[Any], ranks: Sequence[int], method: Method, number: int, given: Any) -> list[Any]:
         """Let owners use their gradients in a round; return what each sends."""
-        division, uses = self._plan.division(method), []
+        parts, uses = self._plan.division(method).rounds[number], []
         for rank in ranks:
             owned, mine = self._on_owners[rank]
-            size, changes = division.rounds[number][rank].size, division.is_last(number, rank)
-            function = owner.StepOnOwner(owned.id, method, number, size, changes)
+            function = owner.StepOnOwner(owned.id, method, number, parts[rank].size)
             uses.append(use(function, [(self._rrefs[k], marks[k]) for k in mine], given))
         return use_all(uses, needs=(self._on_owners, self._rrefs))
 

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +16,11 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from jdistgrad import jaxprs
+from jdistgrad.autograd.staged.equations import INLINED
 
 HERE = -1  # the place of inputs and results that no owner has
 
 _INNER = {"call_jaxpr", "jaxpr"}  # the parameters of equations that run one jaxpr once
-_LOOPS = {"scan", "while"}
 
 
 class MixedError(ValueError):
@@ -31,13 +31,13 @@ class MixedError(ValueError):
 class OwnersPart:
     """What one place computes in one round.
 
-    ``inputs``: the numbers of the program's inputs that it takes; ``given``: those of them that are HERE. ``outputs``:
-    numbers of variables. ``sent``: the shapes of what other places get of them. ``function`` computes the outputs, and
-    what is sent as one array of bytes, from the inputs and from the arrays of bytes of earlier rounds.
+    ``inputs``: the numbers of the program's inputs that it takes; ``here``: of those that are HERE. ``outputs``:
+    numbers of variables. ``sent``: the shapes of those that other places need. ``function`` computes the outputs, and
+    the bytes of what is sent, in one array, from the inputs and from the arrays of bytes of earlier rounds.
     """
 
     inputs: tuple[int, ...]
-    given: tuple[int, ...]
+    here: tuple[int, ...]
     outputs: tuple[int, ...]
     sent: dict[Any, jax.ShapeDtypeStruct]
     function: Callable[..., tuple[list[Any], jax.Array]]
@@ -54,7 +54,7 @@ class OwnersPart:
 
     @property
     def size(self) -> int:
-        """The count of bytes of what is sent."""
+        """Return how many bytes are sent."""
         return sum(map(_size, self.sent.values()))
 
 
@@ -65,7 +65,7 @@ class Division:
       closed: the program, a closed jaxpr, with inner calls inlined: see ``inlined``.
       places: the place of each input.
       wanted: where each output is wanted.
-      is_shared: whether the owners have what is HERE, each a copy.
+      sharing: the places that have what is HERE, each a copy, if there is no place HERE.
 
     Attributes:
       outputs: the number of the variable of each output.
@@ -76,8 +76,7 @@ class Division:
       MixedError: an equation takes arrays of several owners.
     """
 
-    def __init__(self, closed: Any, places: Sequence[int], wanted: Sequence[int], *, is_shared: bool = False):
-        self._is_shared = is_shared
+    def __init__(self, closed: Any, places: Sequence[int], wanted: Sequence[int], sharing: Collection[int] = ()):
         jaxpr = closed.jaxpr
         self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
         self._made: dict[Any, Any] = {variable: one for one in jaxpr.eqns for variable in one.outvars}
@@ -89,19 +88,14 @@ class Division:
             self._placed.update(dict.fromkeys(equation.outvars, self._place(equation)))
         variables = [*jaxpr.invars, *self._made, *self._consts]
         self._numbers = {variable: k for k, variable in enumerate(variables)}
-        self.literals = {
-            -1 - k: jax.lax.convert_element_type(one.val, jax.typeof(one.val).dtype)
-            for k, one in enumerate(jaxpr.outvars)
-            if isinstance(one, core.Literal)
-        }
-        self.outputs = [
-            -1 - k if -1 - k in self.literals else self._numbers[one] for k, one in enumerate(jaxpr.outvars)
-        ]
-        ends = [
-            (one, place) for one, place in zip(jaxpr.outvars, wanted, strict=True) if not isinstance(one, core.Literal)
-        ]
+        ends = list(zip(jaxpr.outvars, wanted, strict=True))
+        literals: dict[int, Any] = {-1 - k: one for k, (one, _) in enumerate(ends) if isinstance(one, core.Literal)}
+        with jax.ensure_compile_time_eval():  # JAX may trace a step meanwhile
+            self.literals = {k: jnp.asarray(one.val, one.aval.dtype) for k, one in literals.items()}
+        self.outputs = [-1 - k if -1 - k in literals else self._numbers[one] for k, (one, _) in enumerate(ends)]
+        ends = [end for k, end in enumerate(ends) if -1 - k not in literals]
         self._sent |= {one for one, place in ends if self._place_of(one) not in (HERE, place)}
-        self.rounds = self._rounds(ends, {*places, *wanted} - {HERE})
+        self.rounds = self._rounds(ends, {*places, *wanted} - {HERE}, sharing)
 
     def senders(self, number: int) -> list[OwnersPart]:
         """Return the parts before a round that send, in the order in which all know what they send."""
@@ -133,14 +127,16 @@ class Division:
         self._sent |= {one for one, at, _ in found if at not in (HERE, place)}
         return place, max((since + (at not in (HERE, place)) for _, at, since in found), default=0)
 
-    def _rounds(self, ends: Sequence[tuple[Any, int]], owners: Iterable[int]) -> list[dict[int, OwnersPart]]:
+    def _rounds(
+        self, ends: Sequence[tuple[Any, int]], owners: Iterable[int], sharing: Collection[int]
+    ) -> list[dict[int, OwnersPart]]:
         """Return the parts of each round. An owner makes its outputs in its last."""
         asked: dict[tuple[int, int], dict[Any, None]] = {}
         for variable in self._sent:
             place, since = self._placed[variable]
             asked.setdefault((since, place), {})[variable] = None
-        for place in owners:  # also one whose outputs are all literals
-            mine = [one for one, wanted in ends if wanted == place or (wanted == HERE and self._is_shared)]
+        for place in {*owners, *sharing}:  # also one whose outputs are all literals
+            mine = [one for one, wanted in ends if wanted == place or (wanted == HERE and place in sharing)]
             sends = [since for since, at in asked if at == place]
             last = max((*sends, *(self._since(one, place) for one in mine)), default=0)
             asked.setdefault((last, place), {}).update(dict.fromkeys(mine))
@@ -149,7 +145,7 @@ class Division:
         for (since, place), targets in sorted(asked.items(), key=lambda one: one[0]):
             rounds[since][place] = self._part(sorted(targets, key=self._order), since, place)
         mine = [one for one, place in ends if place == HERE]
-        if mine and not self._is_shared:
+        if mine and not sharing:
             rounds[-1][HERE] = self._part(list(dict.fromkeys(mine)), count, HERE)
         return rounds
 
@@ -178,7 +174,7 @@ class Division:
                 waiting += self._made[one].invars
         order = {id(self._made[one]): self._made[one] for one in sorted(needed, key=self._order)}
         equations, taken = list(order.values()), sorted(inputs, key=self._order)
-        mine = [one for one in taken if one not in self._made and self._placed[one][0] in (HERE, place)]
+        given = [one for one in taken if one not in self._made and self._placed[one][0] in (HERE, place)]
         sent = {
             one: jax.ShapeDtypeStruct(one.aval.shape, one.aval.dtype)
             for one in targets
@@ -187,15 +183,19 @@ class Division:
 
         @jax.jit
         def function(arrays: list[Any], earlier: list[Any]) -> tuple[list[Any], Any]:
-            values = self._consts | dict(zip(mine, arrays, strict=True))
+            # In the dtypes of the program: a state's may be those of before its first update.
+            typed = {one: array.astype(one.aval.dtype) for one, array in zip(given, arrays, strict=True)}
+            values = self._consts | typed
             for sender, data in zip(self.senders(since), earlier, strict=True):
                 values.update(_unpacked(sender.sent, data))
             jaxprs.run(equations, values)
             return [values[one] for one in targets], _packed([values[one] for one in sent])
 
-        given = tuple(self._numbers[one] for one in mine if self._placed[one][0] == HERE)
-        numbered = tuple(self._numbers[one] for one in mine), given, tuple(self._numbers[one] for one in targets)
-        return OwnersPart(*numbered, sent, function)
+        def numbers(variables: Iterable[Any]) -> tuple[int, ...]:
+            return tuple(self._numbers[one] for one in variables)
+
+        here = numbers(one for one in given if self._placed[one][0] == HERE)
+        return OwnersPart(numbers(given), here, numbers(targets), sent, function)
 
 
 def _packed(arrays: Sequence[Any]) -> Any:
@@ -220,24 +220,19 @@ def _is_number(variable: Any) -> bool:
     return math.prod(variable.aval.shape) <= 1
 
 
-def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``jax.make_jaxpr`` without inner calls, and with selections in place of ``cond``."""
-
-    def trace(*args: Any) -> Any:
-        closed = jax.make_jaxpr(function)(*args)
-        return jax.make_jaxpr(functools.partial(_evaluate, closed.jaxpr, closed.consts))(*closed.in_avals)
-
-    return trace
+def inlined(closed: Any) -> Any:
+    """Return a closed jaxpr without inner calls, and with selections in place of ``cond``."""
+    return jax.make_jaxpr(functools.partial(_evaluate, closed.jaxpr, closed.consts))(*closed.in_avals)
 
 
 def _evaluate(jaxpr: Any, consts: Sequence[Any], *args: Any) -> list[Any]:
     values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
     for equation in jaxpr.eqns:
         inputs = [jaxprs.read(values, atom) for atom in equation.invars]
-        inner = [equation.params[name] for name in _INNER & set(equation.params)]
+        inner = [equation.params[name] for name in _INNER & set(equation.params) if equation.primitive.name in INLINED]
         if equation.primitive.name == "cond":
             outputs: Iterable[Any] = _selected(equation.params["branches"], *inputs)
-        elif inner and equation.primitive.name not in _LOOPS:
+        elif inner:
             outputs = _evaluate(getattr(inner[0], "jaxpr", inner[0]), getattr(inner[0], "consts", ()), *inputs)
         else:
             outputs = jaxprs.bind(equation, inputs)

@@ -15,7 +15,7 @@ from jdistgrad.autograd.tape.tape import current_tape
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.optim.division import HERE
 from jdistgrad.optim.owners_plan import Method, Plan, by_leaf
-from jdistgrad.optim.values import Value, ValueForm, converted, difference
+from jdistgrad.optim.values import Value, ValueForm, converted, difference, fits
 from jdistgrad.rpc.functions import ServedFunction, shown_as
 from jdistgrad.rpc.rref import RRef
 from jdistgrad.rpc.worker import current_worker
@@ -39,12 +39,13 @@ class OwnedParameters:
         self._owned = current_worker().references.owned
         self._lock = current_worker().kept.setdefault("optimizers", threading.Lock())
         self._forms = [ValueForm() for _ in rrefs]
-        self._trees = [one.tree for one in self._values()]
+        self._trees = [plan.pieces[number].structure for number in rrefs]
         self._own = [own_parts(rref.local_value()) for rref in rrefs.values()]
-        # The numbers of leaves that are here, among those of all the parameters, and of the whole state.
+        # Which leaves of all parameters, and of the whole state, are here.
         self._mine = [k for k, place in enumerate(by_leaf(plan.pieces)) if place == self._here]
         self._mine_of_state = [k for k, place in enumerate(by_leaf(plan.state_pieces)) if place in (self._here, HERE)]
         self.names = state_names(plan)
+        self._names = [self.names[k] for k in self._mine_of_state if k < len(self.names)]
         self._state: list[Any] = []
 
     def carry_out(self, gradients: Sequence[Gradient], method: Method, number: int, given: Sequence[Any]) -> Any:
@@ -57,9 +58,7 @@ class OwnedParameters:
         division, extra = self._plan.division(method), len(method.extra)
         part = division.rounds[number][self._here]
         with self._lock:
-            values = self._values()  # others may have replaced them, or changed their contents
-            if [one.tree for one in values] != self._trees:
-                raise ValueError("a value has another structure than when the optimizer was made")
+            values = self._values()
             inputs = self._inputs(values, gradients, given[:extra])
             known = {k: one for k, one in enumerate(inputs) if one is not None}
             made, sent = part.compute(known, given[extra:])
@@ -81,18 +80,24 @@ class OwnedParameters:
 
     def _take(self, outputs: Sequence[Any], values: Sequence[Value]) -> None:
         """Replace the state, and values, by the outputs of a method."""
-        first = len(outputs) - self._plan.state_count
-        state = outputs[first:]
+        before_state = len(outputs) - self._plan.state_count
+        state = outputs[before_state:]
         self._plan.tx.require_finite(state[len(self.names) :])
         self._state = [state[k] for k in self._mine_of_state]
-        if first:
+        if before_state:
             found = iter([outputs[k] for k in self._mine])
             for rref, value in zip(self._rrefs.values(), values, strict=True):
                 self._owned.replace(rref.id, value.layout.fill([next(found) for _ in value.leaves]))
 
     def _values(self) -> list[Value]:
+        """Return the values, which others may have replaced. Raises ValueError if they do not fit the program."""
         each = zip(self._forms, self._rrefs.values(), strict=True)
-        return [form.take_apart(self._owned.value(rref.id).result()) for form, rref in each]
+        values = [form.take_apart(self._owned.value(rref.id).result()) for form, rref in each]
+        shapes = iter([self._plan.shapes[k] for k in self._mine])
+        for rref, one, tree in zip(self._rrefs.values(), values, self._trees, strict=True):
+            if one.tree != tree or not all(fits(leaf, next(shapes)) for leaf in one.leaves):
+                raise ValueError(f"{rref} has another structure, shape or dtype than when the optimizer was made")
+        return values
 
     def _of_arrays(self, gradients: Sequence[Gradient]) -> list[Gradient]:
         """Return the gradients, without those of references in the values."""
@@ -104,8 +109,7 @@ class OwnedParameters:
         """Return the values and the state, consistent with each other."""
         with self._lock:
             values = {number: rref.local_value() for number, rref in self._rrefs.items()}
-            state = dict(zip(self._mine_of_state, self._state, strict=True))
-        return {"values": values, "state": {name: state[k] for k, name in enumerate(self.names) if k in state}}
+            return {"values": values, "state": dict(zip(self._names, self._state, strict=False))}
 
     @shown_as("the check of an optimizer's saved state")
     def prepare(self, saved: Saved) -> Saved:
@@ -122,8 +126,7 @@ class OwnedParameters:
     @shown_as("the return of an optimizer's saved state")
     def put_back(self, prepared: Saved) -> None:
         with self._lock:
-            tests = self._state[len(prepared["state"]) :]
-            self._state = [*prepared["state"].values(), *tests]
+            self._state[: len(self._names)] = prepared["state"].values()
             for number, value in prepared["values"].items():
                 self._owned.replace(self._rrefs[number].id, value)
 
@@ -159,7 +162,7 @@ def init(identifier: int, extra: Any, number: int, given: Sequence[Any]) -> Any:
 def step(identifier: int, extra: Any, number: int, given: Sequence[Any]) -> Any:
     owned = _known(identifier)
     sent = owned.carry_out(owned.gradients(), Method("update", extra=extra), number, given)
-    return sent if sent.size else None  # nothing takes less time than an empty array
+    return sent if sent.size else None  # None is cheaper to send than an empty array
 
 
 @shown_as("a test that an optimizer's gradients are there")
@@ -181,11 +184,7 @@ class StepOnOwner(ServedFunction):
     method: Method
     number: int
     size: int
-    changes: bool
-
-    @property
-    def label(self) -> str:
-        return "an optimizer's step" if self.changes else "numbers for an optimizer's step"
+    label = "an optimizer's step"
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:

@@ -45,9 +45,9 @@ class Plan:
         self.shapes: list[Any] = jax.tree.leaves(params)
         self._divisions: dict[Method, Division] = {}
         self.state = jax.eval_shape(tx.init, params)
-        owners = {piece.place for piece in pieces}
-        rest = owners.pop() if is_shared and len(owners) == 1 else HERE
-        placed = _placed(tx, self.state, jax.tree.unflatten(jax.tree.structure(params), by_leaf(pieces)), rest)
+        self.owners = {piece.place for piece in pieces} - {HERE}
+        otherwise = min(self.owners) if is_shared and len(self.owners) == 1 else HERE
+        placed = _placed(tx, self.state, jax.tree.unflatten(jax.tree.structure(params), by_leaf(pieces)), otherwise)
         parts, self.state_outer = jax.tree.flatten(placed, is_leaf=_is_of_one_owner)
         self.state_count = len(jax.tree.leaves(self.state))
         self.state_pieces = [Piece(jax.tree.leaves(part)[0], jax.tree.structure(part)) for part in parts]
@@ -65,7 +65,7 @@ class Plan:
             closed, places = self._program(method)
             try:
                 wanted = by_leaf(self.results(method))
-                self._divisions[method] = Division(closed, places, wanted, is_shared=self.is_shared)
+                self._divisions[method] = Division(closed, places, wanted, self.owners if self.is_shared else ())
             except MixedError as error:
                 raise ValueError(
                     f"in the transformation's {method.name}, {error}. Norms, clipping and elementwise "
@@ -76,25 +76,27 @@ class Plan:
     def _program(self, method: Method) -> tuple[Any, list[int]]:
         """Return a method's program, and the place of each of its inputs."""
         params, state, tx = by_leaf(self.pieces), by_leaf(self.state_pieces), self.tx
-        traced = jax.make_jaxpr if len({*params, *state}) == 1 else inlined
+        whole = (lambda closed: closed) if len({*params, *state}) == 1 else inlined
         if method.name == "init":
-            return traced(lambda p: jax.tree.leaves(tx.init(p)))(self.params), params
-        closed = traced(lambda g, s, p, extra: jax.tree.leaves(tx.update(g, s, p, **extra)))(
-            self.params, self.state, self.params if method.with_params else None, dict(method.extra)
-        )
+            return whole(jax.make_jaxpr(lambda p: jax.tree.leaves(tx.init(p)))(self.params)), params
+        trace = jax.make_jaxpr(lambda g, s, p, extra: tx.update(g, s, p, **extra), return_shape=True)
+        others, last, found = (self.params if method.with_params else None, dict(method.extra)), None, self.state
+        while found != last:  # an update may widen the state: moments of bfloat16 become float32
+            last = found
+            closed, (_, found) = trace(self.params, last, *others)
         places = [*params, *state, *(params if method.with_params else ())]
-        return closed, places + [HERE] * len(method.extra)
+        return whole(closed), places + [HERE] * len(method.extra)
 
 
 def by_leaf(pieces: Sequence[Piece]) -> list[int]:
     return [piece.place for piece in pieces for _ in range(piece.structure.num_leaves)]
 
 
-def _placed(tx: Any, state: Any, places: Any, rest: int) -> Any:
-    """Return a state with the places of its leaves: that of their parameter, or ``rest``."""
+def _placed(tx: Any, state: Any, places: Any, otherwise: int) -> Any:
+    """Return a state with the places of its leaves: that of their parameter, or ``otherwise``."""
     with contextlib.suppress(Exception):  # of ``init``, which gets a tree without arrays: optax.flatten wants one
         state = on_parameters(tx, lambda part, place: jax.tree.map(lambda _: place, part), state, places)
-    return jax.tree.map(lambda place: place if isinstance(place, int) else rest, state)
+    return jax.tree.map(lambda place: place if isinstance(place, int) else otherwise, state)
 
 
 def _is_of_one_owner(places: Any) -> bool:

@@ -41,6 +41,8 @@ class Stepping:
         finite = [_all_finite(jax.tree.leaves([gradients[k] for k in mine])) for mine in self.tested.values()]
         clipped = gradients if self.max_norm is None else _clipped(gradients, self.max_norm)
         updates, inner = self.tx.update(clipped, state.inner, params, **extra)
+        # Some of optax's updates of numbers have a dimension (scale_by_distance_over_gradients).
+        updates = jax.tree.map(lambda one, like: jnp.reshape(one, like.shape), updates, params)
         return optax.apply_updates(params, updates), StepState(inner, finite)
 
     def require_finite(self, finite: Sequence[Any]) -> None:

@@ -128,13 +128,13 @@ def _carried_out(plan: Plan, copies: PlanCopies, method: Method, inputs: Inputs)
             answers = {}
             for owner, part in sorted(parts.items()):
                 if owner != HERE:
-                    given = {k: known[k] for k in part.given}
+                    given = {k: known[k] for k in part.here}
                     call = copies.by_owner[owner], method, number, own.get(owner, {}), given, tuple(sent)
                     answers[owner] = api.rpc_async(owner, carry_out_part, call)
             for owner, answer in answers.items():
-                bytes_, references = answer.result()
+                packed, references = answer.result()
                 kept[owner] = iter(references)
-                sent += [bytes_] if parts[owner].sent else []
+                sent += [packed] if parts[owner].sent else []
     if HERE in division.rounds[-1]:
         known.update(division.rounds[-1][HERE].compute(known, sent)[0])
     known.update(division.literals)
@@ -158,7 +158,8 @@ def carry_out_part(
     here, division = current_worker().rank, plan.division(method)
     known = dict(given)
     for first, value in own.items():
-        known.update(enumerate(_leaves_of(value, plan.shapes[first:]), first))
+        tree = gradient_of(*value.identified) if isinstance(value, GradientThere) else floats(value)
+        known.update(enumerate(jax.tree.leaves(tree), first))
     made, sent = division.rounds[number][here].compute(known, earlier)
     if not division.is_last(number, here):
         return sent, []
@@ -197,16 +198,6 @@ def _scope_of(inputs: Inputs) -> Any:
     if len(scopes) > 1:
         raise ContextError("on_owners: the gradients belong to several contexts. Update with those of one context.")
     return scopes.pop() if scopes else current_scope()
-
-
-def _leaves_of(value: Any, shapes: Sequence[Any]) -> list[Any]:
-    """Return the leaves of a value that are optimized, or of a gradient, in the parameters' dtypes."""
-    if not isinstance(value, GradientThere):
-        return jax.tree.leaves(floats(value))
-    return [
-        one.astype(like.dtype)
-        for one, like in zip(jax.tree.leaves(gradient_of(*value.identified)), shapes, strict=False)
-    ]
 
 
 def _up_to(structure: Any, tree: Any) -> list[Any]:

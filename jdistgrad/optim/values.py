@@ -76,6 +76,12 @@ def value_shapes(values: Mapping[int, Any]) -> dict[int, Any]:
     return {k: jax.tree.map(shape_of, floats(value)) for k, value in values.items()}
 
 
+def fits(leaf: Any, like: Any) -> bool:
+    """Return whether an array has the shape and, to JAX, the dtype of another one."""
+    canonical = jax.dtypes.canonicalize_dtype
+    return leaf.shape == like.shape and (leaf.dtype == like.dtype or canonical(leaf.dtype) == canonical(like.dtype))
+
+
 def floats(value: Any) -> Any:
     """Return a value with None in place of what is not optimized."""
     return trees.map_leaves(lambda leaf: leaf if is_float_array(leaf) else None, value)

@@ -81,7 +81,6 @@ class Pipeline:
         self._parts, self._ranks, self._between = parts_of(self.stages, schedule, loss, workers)
         self._kept: dict[tuple[str, int], dict[int, RRef[Part]]] = {}  # by the world and rank of the driver
         self._report: Report | None = None
-        self._contributions: list[tuple[int, int, int]] = []  # of the last step
 
     @functools.cached_property
     def _without_loss(self) -> "Pipeline":
@@ -107,6 +106,24 @@ class Pipeline:
           ValueError: the batch cannot be split.
           Exception: a stage's error, with the stage, the microbatch, the action and the worker.
         """
+        return self._stepped(batch, targets)[0]
+
+    def value_and_grad(self, *batch: Any, targets: Any = None) -> tuple[Any, list[RemoteGradient]]:
+        """Run a step; return what ``step`` returns, and the gradients of ``parameters``, which stay on their owners.
+
+        Outside any context, it opens a context of its own, which closes when the last of the gradients is gone.
+        """
+        with some_context() as lease:
+            value, contributions = self._stepped(batch, targets)
+            marks = collections.defaultdict[tuple[int, int], Any](NO_MARKS.copy)
+            for owner, identifier, number in contributions:
+                marks[owner, identifier] += mark(number)
+            handles = [GradientHandle(marks[one.owner.rank, one.id]) for one in self.parameters]
+            each = zip(self.parameters, handles, strict=True)
+            return value, [RemoteGradient(one, handle, current_scope(), lease) for one, handle in each]
+
+    def _stepped(self, batch: tuple[Any, ...], targets: Any) -> tuple[Any, list[tuple[int, int, int]]]:
+        """Run a step; return its result, and the contributions to gradients."""
         if self.loss is None:
             raise TypeError("this pipeline has no loss. Give one: Pipeline(..., loss=), or call apply(*batch)")
         if self.schedule.trains and current_scope() is None:
@@ -123,21 +140,8 @@ class Pipeline:
         with opened_context() if current_scope() is None else contextlib.nullcontext():
             done = self._run(batch, () if targets is None else (targets,))
         given = (done.loss, done.results) if done.results else done.loss
-        return jax.tree.map(lambda leaf: as_jax_array(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
-
-    def value_and_grad(self, *batch: Any, targets: Any = None) -> tuple[Any, list[RemoteGradient]]:
-        """Run a step; return what ``step`` returns, and the gradients of ``parameters``, which stay on their owners.
-
-        Outside any context, it opens a context of its own, which closes when the last of the gradients is gone.
-        """
-        with some_context() as lease:
-            value = self.step(*batch, targets=targets)
-            marks = collections.defaultdict[tuple[int, int], Any](NO_MARKS.copy)
-            for owner, identifier, number in self._contributions:
-                marks[owner, identifier] += mark(number)
-            handles = [GradientHandle(marks[one.owner.rank, one.id]) for one in self.parameters]
-            each = zip(self.parameters, handles, strict=True)
-            return value, [RemoteGradient(one, handle, current_scope(), lease) for one, handle in each]
+        value = jax.tree.map(lambda leaf: as_jax_array(leaf) if isinstance(leaf, np.ndarray) else leaf, given)
+        return value, done.contributions
 
     @property
     def parameters(self) -> list[RRef[Any]]:
@@ -209,8 +213,8 @@ class Pipeline:
         seconds = time.monotonic() - start
         ordered = [done.get(index, NOTHING) for index in range(self.schedule.workers)]
         self._report = Report(self.schedule, self._between, ordered, seconds)
-        self._contributions = [one for done_there in ordered for one in done_there.contributions]
-        return done[self.schedule.placement[-1]]
+        contributions = [one for there in ordered for one in there.contributions]
+        return done[self.schedule.placement[-1]]._replace(contributions=contributions)
 
     def _kept_parts(self, own: int | None) -> dict[int, RRef[Part]]:
         """Return the parts on other workers: functions sent with each step would be compiled in each step.

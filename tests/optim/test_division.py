@@ -9,8 +9,12 @@ from jdistgrad.optim.division import HERE, Division, MixedError, inlined
 A, B, C = 1, 2, 3
 
 
+def program(function, *args):
+    return inlined(jax.make_jaxpr(lambda *args: jax.tree.leaves(function(*args)))(*args))
+
+
 def divided(function, places, wanted, *args):
-    return Division(inlined(lambda *args: jax.tree.leaves(function(*args)))(*args), places, wanted)
+    return Division(program(function, *args), places, wanted)
 
 
 def carried_out(division, places, args):
@@ -23,7 +27,7 @@ def carried_out(division, places, args):
     for parts in division.rounds:
         earlier = list(sent)
         for place, part in sorted(parts.items(), key=lambda one: (one[0] == HERE, one)):
-            inputs = own.get(place, {}) | {k: known[k] for k in part.given}
+            inputs = own.get(place, {}) | {k: known[k] for k in part.here}
             found, packed = part.compute(inputs, sent if place == HERE else earlier)
             made.setdefault(place, {}).update(found)
             sent += [packed] if part.sent else []
@@ -101,10 +105,20 @@ def test_what_is_of_no_owner_is_on_all_of_them():
         return count + 1, a + jnp.sum(b), b
 
     args, places = [jnp.int32(0), jnp.ones(2), jnp.ones(3)], [HERE, A, B]
-    program = inlined(lambda *args: jax.tree.leaves(counted(*args)))(*args)
-    division = Division(program, places, places, is_shared=True)
+    division = Division(program(counted, *args), places, places, [A, B])
     assert all(division.outputs[0] in parts[place].outputs for parts in division.rounds[1:] for place in parts)
     assert set().union(*division.rounds) == {A, B}
+
+
+def test_what_a_reduction_does_to_its_numbers_is_no_call():
+    def halved(a, b):
+        each = [jax.lax.reduce(one, 0.0, lambda x, y: x / 2 + y, [0]) for one in (a, b)]
+        return a + each[1], b + each[0]
+
+    args, places = [jnp.arange(3.0), jnp.arange(4.0)], [A, B]
+    found, _ = carried_out(divided(halved, places, places, *args), places, args)
+    for one, expected in zip(found, halved(*args), strict=True):
+        assert one.tolist() == expected.tolist()
 
 
 def test_arrays_of_several_owners_are_not_combined():

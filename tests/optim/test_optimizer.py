@@ -85,8 +85,7 @@ def test_each_of_optax_is_what_it_is_in_one_process_or_refused(big_world, name):
     def train(optimizer):
         @jd.jit
         def step(refs, k):
-            gradients = jd.grad(lambda refs: sum(jd.on(ref.owner, potential)(ref, k) for ref in refs))(refs)
-            optimizer.step(gradients, **extra)
+            optimizer.step(jd.grad(loss_of)(refs, k), **extra)
 
         for k in range(4):
             step(refs, jnp.float32(k))
@@ -96,7 +95,64 @@ def test_each_of_optax_is_what_it_is_in_one_process_or_refused(big_world, name):
             train(jd.DistributedOptimizer(tx, refs))
     else:
         train(jd.DistributedOptimizer(tx, refs))
+        found = jax.tree.map(lambda one, like: one.reshape(like.shape), found, params)  # one of them adds a dimension
         assert_close(jd.get(refs), found, rtol=1e-3, atol=1e-4)
+
+
+def loss_of(refs, k):
+    return sum(jd.on(ref.owner, potential)(ref, k) for ref in refs)
+
+
+@on_worker0
+def test_steps_of_several_rounds_follow_each_other(big_world):
+    """What a round of a step reads is what the step before has left, also if no value depends on another."""
+    params, tx = (
+        [jnp.linspace(0, 1, 3), jnp.ones((2, 2))],
+        optax.chain(optax.trace(0.9), optax.clip_by_global_norm(0.5)),
+    )
+    refs = [jd.put(owner, one) for owner, one in zip((1, 2), params, strict=True)]
+    optimizer, state = jd.DistributedOptimizer(tx, refs), tx.init(params)
+
+    @jd.jit
+    def step(refs, k):
+        first, second = jd.grad(loss_of)(refs, k), jd.grad(loss_of)(refs, k + 1)
+        optimizer.step(first)
+        optimizer.step(second)
+
+    for k in range(3):
+        step(refs, jnp.float32(k))
+        for gradient in [gradients(params, k), gradients(params, k + 1)]:
+            updates, state = tx.update(gradient, state)
+            params = optax.apply_updates(params, updates)
+    assert_close(jd.get(refs), params)
+
+
+@on_worker0
+def test_a_state_may_widen_and_is_one_of_arrays(big_world):
+    params = [{"w": jnp.ones((2, 3), jnp.bfloat16), "b": jnp.ones(3)}, jnp.linspace(0, 1, 3)]
+    tx = optax.inject_hyperparams(optax.contrib.prodigy)(learning_rate=optax.constant_schedule(0.5))
+    refs = [jd.put(owner, one) for owner, one in zip((0, 1), params, strict=True)]
+    optimizer, state = jd.DistributedOptimizer(tx, refs), tx.init(params)
+    step = jd.jit(lambda refs, k: optimizer.step(jd.grad(loss_of)(refs, k)))
+    for k in range(3):
+        step(refs, jnp.float32(k))
+        updates, state = tx.update(gradients(params, k), state, params)
+        params = optax.apply_updates(params, updates)
+    assert_close(jd.get(refs), params, rtol=0.02)
+    found = optimizer.state()["state"]
+    optimizer.restore(jax.tree.map(np.asarray, optimizer.state()))
+    assert jax.tree.map(lambda leaf: leaf.dtype, found) == jax.tree.map(lambda leaf: jnp.asarray(leaf).dtype, state)
+
+
+@on_worker0
+def test_an_owner_of_integers_has_a_part_of_the_state(big_world):
+    refs = [jd.put(0, {"w": jnp.ones(3)}), jd.put(1, {"table": jnp.arange(3)}), jd.put(2, {"w": jnp.ones(2)})]
+    optimizer = jd.DistributedOptimizer(optax.adam(0.1), refs)
+    state = optimizer.state()
+    assert int(state["state"][0].count) == 0
+    optimizer.restore(jax.tree.map(lambda leaf: leaf + 1, state))
+    assert_close(jd.get(refs), [{"w": jnp.full(3, 2.0)}, {"table": jnp.arange(3) + 1}, {"w": jnp.full(2, 2.0)}])
+    assert int(optimizer.state()["state"][0].count) == 1
 
 
 @pytest.mark.parametrize("norm", [0.5, 1e6], ids=["below the gradients'", "above"])

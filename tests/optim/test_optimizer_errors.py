@@ -85,6 +85,23 @@ def test_what_no_owner_can_use_is_refused(world):
             plain.step(ctx, value=0.5)
 
 
+@pytest.mark.parametrize("value", [jnp.ones(4), jnp.ones(3, jnp.bfloat16), {"w": jnp.ones(3)}])
+@on_worker0
+def test_a_value_of_another_kind_needs_another_optimizer(big_world, value):
+    refs = [jd.put(owner, jnp.ones(3)) for owner in (1, 2)]
+    optimizer = jd.DistributedOptimizer(optax.chain(optax.clip_by_block_rms(0.1), optax.sgd(1.0)), refs)
+    jd.tree_map(lambda _: value, refs[:1], in_place=True)
+    with jd.context() as ctx:
+        jd.grad(lambda refs: sum(jd.on(ref.owner, total)(ref) for ref in refs))(refs)
+        with pytest.raises(ValueError):
+            optimizer.step(ctx)
+    assert_close(jd.get(refs[0]), value)
+
+
+def total(value):
+    return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(value))
+
+
 def second(values):
     return [jax.tree.map(lambda _: False, values[0]), jax.tree.map(lambda leaf: leaf.ndim > 1, values[1])]
 

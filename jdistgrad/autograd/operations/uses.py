@@ -39,7 +39,7 @@ class Use(Crossing):
     """A function of the gradients of some values, which their owner runs. It returns one array.
 
     Operands: for each value the marks of its contributions, in parts to be added up; then ``others`` arguments.
-    ``state``: what identifies the state that the function changes, or None.
+    ``state``: what identifies the state that the function may change.
     """
 
     to: int
@@ -87,13 +87,13 @@ def use(function: Any, gradients: Sequence[tuple[RRef[Any], Any]], others: Seque
 
     Arguments:
       function: what the owner runs, with a list of the gradients and with ``others``. It tells the shape of the array
-        that it returns (``result``), and whether it changes values of its owner (``changes``).
+        that it returns (``result``).
       gradients: the references, each with the marks of its contributions.
       others: arrays.
     """
     rrefs, owner = [rref for rref, _ in gradients], gradients[0][0].owner.rank
     used = UseStop(function, tuple(rref.id for rref in rrefs), tuple(map(str, rrefs)), (1,) * len(rrefs))
-    state = ("values of", owner) if function.changes else None
+    state = "values of", owner  # uses may change them
     return Use(owner, used, len(others), where(), state), [*(marks for _, marks in gradients), *others]
 
 
