@@ -87,6 +87,7 @@ def test_trainers_are_lost_and_the_others_go_on(surviving_job):
         jd.on_lost(lambda worker, why: told.update({worker.name: why}))
         params = jd.remote("server", make, args=(3,))
         if me.rank > 1:
+            params.to_here()  # made: a request that is on its way is lost with its worker
             jd.rpc_sync("first", keep, args=(jd.by_reference(params),))
             more = [jd.remote("server", make, args=(4,)) for _ in range(5)]
             del params
