@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Never
 
 import jax
@@ -100,7 +100,8 @@ class DistributedOptimizer(Corrected):
             args = self._plan, {k: by_reference(self._rrefs[k]) for k in mine}
             self._on_owners[rank] = api.remote(rank, owner.OwnedParameters, args), mine
         _all([owned.creation() for owned, _ in self._on_owners.values()])
-        self._carry_out(Method("init"), [], functools.partial(self._call, owner.init))
+        init = Method("init")
+        self._plan.division(init).carry_out(functools.partial(self._call, owner.init, init, ()))
 
     def step(self, gradients: Any = None, **extra: Any) -> None:
         """Update every value with its gradient; return when all owners are done.
@@ -140,7 +141,7 @@ class DistributedOptimizer(Corrected):
             if len(tested) > 1 and not all(tested):
                 test = owner.wait_for_gradients  # before the first owner steps
                 _all([api.rpc_async(rank, test, (owned.id,)) for rank, (owned, _) in self._on_owners.items()])
-            self._carry_out(method, list(arrays.values()), functools.partial(self._call, owner.step))
+            division.carry_out(functools.partial(self._call, owner.step, method, tuple(arrays.values())))
 
     def state(self) -> dict[str, Any]:
         """Return the values and the transformation's state as a pytree that can be saved.
@@ -205,29 +206,21 @@ class DistributedOptimizer(Corrected):
         mine = [found[rref.id] for rref in self._rrefs]
         with within(_scope_of([one for each in mine for one in each])):
             marks = [functools.reduce(operator.add, [one.marks for one in each]) for each in mine]
-            self._carry_out(_method(extra), list(extra.values()), functools.partial(self._use, marks))
+            method = _method(extra)
+            self._plan.division(method).carry_out(functools.partial(self._use, marks, method, tuple(extra.values())))
 
-    def _carry_out(self, method: Method, given: Sequence[Any], call: Callable[..., Sequence[Any]]) -> None:
-        """Carry out a method, round after round. ``call``: of the owners of a round, for what each sends."""
-        given = list(given)
-        for number, parts in enumerate(self._plan.division(method).rounds):
-            answers = call(sorted(parts), method, number, given)
-            given += [one for one, rank in zip(answers, sorted(parts), strict=True) if parts[rank].sent]
-
-    def _call(
-        self, function: Callable[..., Any], ranks: Sequence[int], method: Method, number: int, given: Sequence[Any]
-    ) -> list[Any]:
+    def _call(self, function: Any, method: Method, extra: Any, number: int, ranks: Sequence[int], sent: Any) -> Any:
         """Call a function on owners in a round; return what each sends."""
-        each = [(rank, (self._on_owners[rank][0].id, method.extra, number, given)) for rank in ranks]
+        each = [(rank, (self._on_owners[rank][0].id, method.extra, number, [*extra, *sent])) for rank in ranks]
         return _all([api.rpc_async(rank, function, args) for rank, args in each])
 
-    def _use(self, marks: Sequence[Any], ranks: Sequence[int], method: Method, number: int, given: Any) -> list[Any]:
+    def _use(self, marks: Any, method: Method, extra: Any, number: int, ranks: Sequence[int], sent: Any) -> list[Any]:
         """Let owners use their gradients in a round; return what each sends."""
         parts, uses = self._plan.division(method).rounds[number], []
         for rank in ranks:
             owned, mine = self._on_owners[rank]
             function = owner.StepOnOwner(owned.id, method, number, parts[rank].size)
-            uses.append(use(function, [(self._rrefs[k], marks[k]) for k in mine], given))
+            uses.append(use(function, [(self._rrefs[k], marks[k]) for k in mine], [*extra, *sent]))
         return use_all(uses, needs=(self._on_owners, self._rrefs))
 
 

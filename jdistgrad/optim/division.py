@@ -43,12 +43,7 @@ class OwnersPart:
     function: Callable[..., tuple[list[Any], jax.Array]]
 
     def compute(self, known: Mapping[int, Any], earlier: Sequence[Any]) -> tuple[dict[int, Any], jax.Array]:
-        """Return the outputs, by numbers, and the bytes of what is sent.
-
-        Arguments:
-          known: inputs, by numbers.
-          earlier: what the senders of earlier rounds have sent.
-        """
+        """Return outputs by numbers, and the bytes that are sent, from inputs by numbers and what was sent earlier."""
         found, packed = self.function([known[k] for k in self.inputs], list(earlier))
         return dict(zip(self.outputs, found, strict=True)), packed
 
@@ -96,6 +91,18 @@ class Division:
         ends = [end for k, end in enumerate(ends) if -1 - k not in literals]
         self._sent |= {one for one, place in ends if self._place_of(one) not in (HERE, place)}
         self.rounds = self._rounds(ends, {*places, *wanted} - {HERE}, sharing)
+
+    def carry_out(self, call: Callable[[int, Sequence[int], Sequence[Any]], Sequence[Any]]) -> list[Any]:
+        """Carry out the rounds; return all that is sent.
+
+        ``call(number, owners, sent)`` carries out a round on owners; it returns what each of them sends.
+        """
+        sent = list[Any]()
+        for number, parts in enumerate(self.rounds):
+            owners = sorted(parts.keys() - {HERE})
+            answers = call(number, owners, tuple(sent))
+            sent += [one for one, owner in zip(answers, owners, strict=True) if parts[owner].sent]
+        return sent
 
     def senders(self, number: int) -> list[OwnersPart]:
         """Return the parts before a round that send, in the order in which all know what they send."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 
@@ -44,3 +45,17 @@ def with_extra_arguments(
     if isinstance(tx, optax.MultiSteps):
         return optax.GradientTransformationExtraArgs(tx.init, tx.update)
     return optax.with_extra_args_support(tx)
+
+
+@jax.jit
+def sum_of_squares(tree: Any) -> Any:
+    """Return the square of a tree's norm; narrow floats are squared in float32."""
+    wide = [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in jax.tree.leaves(tree)]
+    return sum(jnp.sum(jnp.abs(leaf) ** 2) for leaf in wide)
+
+
+@jax.jit
+def scaled_down(tree: Any, squares: Any, most: float) -> Any:
+    """Scale a tree down to a norm of ``most``, as ``optax.clip_by_global_norm`` does. ``squares``: of the whole."""
+    factor = most / jnp.maximum(jnp.sqrt(squares), most)
+    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), tree)

@@ -22,7 +22,7 @@ from jdistgrad.collectives.base import Collectives, require_collectives
 from jdistgrad.collectives.default import shared
 from jdistgrad.collectives.operations import divided
 from jdistgrad.data_parallel.buckets import limits_of, plan_buckets
-from jdistgrad.optim.optax_extras import on_parameters, with_extra_arguments
+from jdistgrad.optim.optax_extras import on_parameters, scaled_down, sum_of_squares, with_extra_arguments
 
 
 def shard_state(
@@ -74,7 +74,7 @@ def shard_state(
         mine = None if params is None else _slices(params, all_)
         own = _averaged_slices(updates, all_, limits) if average else _slices(updates, all_)
         if max_global_norm is not None:
-            own = _clipped(own, all_.allreduce(_sum_of_squares(own)), max_global_norm)
+            own = scaled_down(own, all_.allreduce(sum_of_squares(own)), max_global_norm)
         slices, state = inner.update(own, state, mine, **extra)
         return _gathered(slices, updates, all_, limits), state
 
@@ -156,16 +156,6 @@ def _parts(leaf: Any, size: int) -> jax.Array:
     flat = jnp.ravel(leaf)
     length = -(-flat.size // size)
     return jnp.pad(flat, (0, length * size - flat.size)).reshape(size, length)
-
-
-_sum_of_squares = jax.jit(functools.partial(optax.tree.norm, squared=True))
-
-
-@jax.jit
-def _clipped(slices: Any, squares: Any, most: float) -> Any:
-    """Return slices scaled down to a norm over all ranks. ``squares``: the sum of squares over all ranks."""
-    norm = jnp.sqrt(squares)
-    return jax.tree.map(lambda leaf: jnp.where(norm < most, leaf, (leaf / norm.astype(leaf.dtype)) * most), slices)
 
 
 def _averaged_slices(tree: Any, all_: Collectives, limits: Sequence[int]) -> Any:

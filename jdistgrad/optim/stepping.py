@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from jdistgrad.errors import DifferentiationError
+from jdistgrad.optim.optax_extras import scaled_down, sum_of_squares
 
 
 class StepState(NamedTuple):
@@ -39,8 +40,9 @@ class Stepping:
         self, gradients: Sequence[Any], state: StepState, params: Sequence[Any], **extra: Any
     ) -> tuple[Any, StepState]:
         finite = [_all_finite(jax.tree.leaves([gradients[k] for k in mine])) for mine in self.tested.values()]
-        clipped = gradients if self.max_norm is None else _clipped(gradients, self.max_norm)
-        updates, inner = self.tx.update(clipped, state.inner, params, **extra)
+        if self.max_norm is not None:
+            gradients = scaled_down(gradients, sum_of_squares(gradients), self.max_norm)
+        updates, inner = self.tx.update(gradients, state.inner, params, **extra)
         # Some of optax's updates of numbers have a dimension (scale_by_distance_over_gradients).
         updates = jax.tree.map(lambda one, like: jnp.reshape(one, like.shape), updates, params)
         return optax.apply_updates(params, updates), StepState(inner, finite)
@@ -53,12 +55,3 @@ class Stepping:
 
 def _all_finite(leaves: Sequence[Any]) -> Any:
     return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))
-
-
-def _clipped(gradients: Any, most: float) -> Any:
-    """Scale gradients down as ``optax.clip_by_global_norm`` does, with the squares of narrow floats in float32."""
-    leaves = jax.tree.leaves(gradients)
-    wide = [leaf.astype(jnp.float32) if leaf.dtype.itemsize < 4 else leaf for leaf in leaves]
-    norm = jnp.sqrt(sum(jnp.sum(jnp.abs(leaf) ** 2) for leaf in wide))
-    factor = most / jnp.maximum(norm, most)
-    return jax.tree.map(lambda leaf: leaf * factor.astype(leaf.dtype), gradients)

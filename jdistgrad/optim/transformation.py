@@ -122,19 +122,20 @@ def _carried_out(plan: Plan, copies: PlanCopies, method: Method, inputs: Inputs)
     """Carry out a method, round after round; return what stands for each piece of its results."""
     division = plan.division(method)
     own, known = _at_places(inputs)
-    kept, sent = dict[int, Iterator[Any]](), list[Any]()
+    kept = dict[int, Iterator[Any]]()
+
+    def call(number: int, owners: Sequence[int], sent: Sequence[Any]) -> list[Any]:
+        answers = []
+        for owner in owners:
+            given = {k: known[k] for k in division.rounds[number][owner].here}
+            args = copies.by_owner[owner], method, number, own.get(owner, {}), given, sent
+            answers.append(api.rpc_async(owner, carry_out_part, args))
+        found = [answer.result() for answer in answers]
+        kept.update((owner, iter(references)) for owner, (_, references) in zip(owners, found, strict=True))
+        return [packed for packed, _ in found]
+
     with within(_scope_of(inputs)):
-        for number, parts in enumerate(division.rounds):
-            answers = {}
-            for owner, part in sorted(parts.items()):
-                if owner != HERE:
-                    given = {k: known[k] for k in part.here}
-                    call = copies.by_owner[owner], method, number, own.get(owner, {}), given, tuple(sent)
-                    answers[owner] = api.rpc_async(owner, carry_out_part, call)
-            for owner, answer in answers.items():
-                packed, references = answer.result()
-                kept[owner] = iter(references)
-                sent += [packed] if parts[owner].sent else []
+        sent = division.carry_out(call)
     if HERE in division.rounds[-1]:
         known.update(division.rounds[-1][HERE].compute(known, sent)[0])
     known.update(division.literals)

@@ -150,6 +150,7 @@ def _derivative(operands: Sequence[Any], tangents: Sequence[Any], *, operation: 
 
 
 def _jvp(function: Callable[..., Any], operands: Sequence[Any], tangents: Mapping[int, Any]) -> Any:
+    """Return a function's outputs and their tangents, along the operands that have tangents."""
     return jax.jvp(
         lambda perturbed: list(function(*(perturbed.get(k, one) for k, one in enumerate(operands)))),
         ({k: operands[k] for k in tangents},),
