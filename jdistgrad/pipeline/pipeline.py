@@ -126,7 +126,7 @@ class Pipeline:
         """Run a step; return its result, and the contributions to gradients."""
         if self.loss is None:
             raise TypeError("this pipeline has no loss. Give one: Pipeline(..., loss=), or call apply(*batch)")
-        if self.schedule.trains and current_scope() is None:
+        if self.schedule.trains and current_scope() is None and trace_state_clean():
             raise ContextError(
                 "a pipeline's step adds its gradients to a context. Put the step, and the optimizer's step, inside "
                 "`with jd.context() as ctx:`"
