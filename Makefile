@@ -42,7 +42,7 @@ OF_COLLECTIVES := tests/data_parallel/test_collectives.py tests/data_parallel/te
 OF_STEPS := $(if $(EVERYWHERE),tests/data_parallel, \
 	tests/data_parallel/test_steps.py tests/data_parallel/test_training.py $(OF_COLLECTIVES))
 CONFORMANCE := $(sort tests/rpc tests/wire $(filter-out tests/rpc/%,$(OF_NUMBERS)) $(OF_STEPS) \
-	tests/autograd/test_reference_gradients.py tests/modules tests/saving)
+	tests/autograd/test_reference_gradients.py tests/autograd/test_reference_leaves.py tests/modules tests/saving)
 
 # Ranks, jobs and suites compile the same programs: the first to come compiles each, the others read it.
 test-% faults: export JAX_COMPILATION_CACHE_DIR := $(CURDIR)/build/compiled

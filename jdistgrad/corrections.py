@@ -65,7 +65,7 @@ class Elsewhere(Later):
         def _without(self, what: str) -> str:
             return (
                 f"{self} is not the value itself: it has no {what}. Use the value where it is, "
-                f"jd.rpc_sync({self.owner.name!r}, function, args=(reference,)), or a copy of it, reference.to_here()."
+                f"jd.on({self.owner.name!r}, function)(reference), or a copy of it, reference.to_here()."
             )
 
         def __getattr__(self, name: str) -> Any:

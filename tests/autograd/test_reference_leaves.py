@@ -48,16 +48,25 @@ def alike(tree):
 # What each returns for a tree of arrays is what it must return for a reference to the tree, a module or a gradient.
 IDIOMS = {
     "sum of squares": lambda t: sum(jnp.sum(p**2) for p in leaves(t)),
+    "optax.tree.norm": optax.tree.norm,
     "ravel_pytree": lambda t: jax.flatten_util.ravel_pytree(t)[0],
     "scaled": of_leaves(lambda a: 0.5 * a),
+    "jnp.copy": of_leaves(jnp.copy),
+    "jnp.add of itself": lambda t: jax.tree.map(jnp.add, t, t),
+    "jnp.asarray": of_leaves(jnp.asarray),
     "jnp.zeros_like": of_leaves(jnp.zeros_like),
+    "jax.device_put": of_leaves(jax.device_put),
     "jnp.where of itself": of_leaves(lambda a: jnp.where(False, a, a)),
     "indexed": lambda t: leaves(t)[0][0],
     "comparison": lambda t: [jnp.all(a == a) for a in leaves(t)],
     "len": lambda t: len(leaves(t)[0]),
     "shape": lambda t: [p.shape for p in leaves(t)],
+    "size": lambda t: sum(p.size for p in leaves(t)),
+    "jax.eval_shape": lambda t: [jnp.zeros(one.shape) for one in leaves(jax.eval_shape(lambda t: t, t))],
     "dtype": lambda t: [jnp.zeros((), p.dtype) for p in leaves(t)],
     "float": lambda t: float(leaves(t)[0].ravel()[0]) if not isinstance(leaves(t)[0], jax.core.Tracer) else len(1),
+    "optax.apply_updates": lambda t: optax.apply_updates(t, t),
+    "optax.incremental_update": lambda t: optax.incremental_update(t, t, 0.1),
     "optax.sgd": lambda t: optax.sgd(0.1).update(t, optax.sgd(0.1).init(t), t)[0],
     "labels": of_leaves(lambda _: "frozen"),
     "jax.device_get": jax.device_get,
@@ -70,7 +79,7 @@ IDIOMS = {
     "jax.checkpoint": lambda t: jax.checkpoint(lambda t: t)(t),
     "custom_vjp": alike,
 }
-WITHOUT_DERIVATIVE = ("float", "labels", "len", "shape")
+WITHOUT_DERIVATIVE = ("float", "labels", "len", "shape", "size", "jax.eval_shape")
 HANDED_ON = [*IDIOMS][[*IDIOMS].index("jax.jit") :]
 
 

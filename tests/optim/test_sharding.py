@@ -194,6 +194,8 @@ def test_a_transformation_is_exact_or_refused(world, name, rank, size):
 def test_clipping_by_the_norm_over_all_slices(world, average, jitted, most, rank, size):
     wrap = of_this_world().jit if jitted else lambda f: f
     tx = jd.shard_state(optax.adam(0.1), average=average, max_global_norm=most)
+    with jax.debug_nans(True):  # with which right programs go on
+        tx.init(parameters())
     if not average:
         tx = optax.chain(jd.average_gradients(), tx)
     expected, _ = trained(optax.chain(jd.average_gradients(), optax.clip_by_global_norm(most), optax.adam(0.1)), rank)
