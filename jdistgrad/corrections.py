@@ -14,8 +14,8 @@ COMPARISONS = {"lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 # What objects of users have for this package only: completion leaves it out.
 INTERNAL = {
-    "apply", "checked_scope", "corrections", "handle", "identified", "lease", "marks", "scope", "tape", "token",
-    "traced_part", "value_future",
+    "apply", "checked_scope", "claim", "corrections", "handle", "home", "identified", "lease", "marks", "of", "scope",
+    "shares", "tape", "token", "traced_part", "value_future",
 }  # fmt: skip
 
 

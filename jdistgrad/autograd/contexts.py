@@ -148,7 +148,7 @@ def get_gradients(ctx: Context | int) -> dict[RRef[Any], Any]:
     for identifier, leaves in find_context(ctx).tape.gradients().items():
         claim = references.share(identifier)
         if claim is not None:
-            found[RRef._of(claim)] = gradient_tree(identifier, leaves)
+            found[RRef.of(claim)] = gradient_tree(identifier, leaves)
     return found
 
 

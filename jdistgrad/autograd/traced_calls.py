@@ -111,15 +111,15 @@ class TracedCalls:
         operation = CallRemote(*call, timeout, where=where(), staged=traced_hook.staging())
         marks, token = rules.with_tangents(operation)(*operands)
         if operation.made:  # the call has already run: its reference is known
-            return RRef._of(operation.made.pop(), with_marks(marks))
+            return RRef.of(operation.made.pop(), with_marks(marks))
         return staged_reference(operation.to, operation.results, with_marks(marks), token)
 
     def fetch(self, rref: RRef[Any], timeout: float | None) -> Any:
         operands, structure = operands_of(rref)
-        key: Any = rref._claim.key
+        key: Any = rref.claim.key
         results = Results() if rref.token is None else key.results
-        if isinstance(rref._claim, StandIn):
-            results.learn((rref._claim.layout, rref._claim.shapes))
+        if isinstance(rref.claim, StandIn):
+            results.learn((rref.claim.layout, rref.claim.shapes))
         token = as_token(rref.id) if rref.token is None else None
         operation = Fetch(rref.owner.rank, structure, results, timeout)
         return results.rebuild(rules.fetch(operation, token)(*operands))
@@ -131,7 +131,7 @@ class TracedCalls:
         rule = rules.publish(Publish(layout, claim.id), worker.rank, as_token(claim.id))
         (marks,) = rule(*operands)
         claim.add(WHOLE)
-        return RRef._of(claim, with_marks(marks))
+        return RRef.of(claim, with_marks(marks))
 
 
 def _to_trace(to: Any, function: Any, args: Args, kwargs: Kwargs) -> tuple[tuple[int, Any, Layout, Results], list[Any]]:

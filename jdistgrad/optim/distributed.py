@@ -124,7 +124,7 @@ class DistributedOptimizer(Corrected):
           ContextError: the context is closed, or unknown here.
           StaleReferenceError: the optimizer was made in a world that has been shut down.
         """
-        self._require_its_world("optimizer.step")
+        shares = self.shares("optimizer.step")
         arrays = {name: jnp.asarray(value) for name, value in extra.items()}
         if not isinstance(gradients, Context | contextlib.AbstractContextManager | int):
             self._step_with(gradients, arrays)
@@ -140,7 +140,7 @@ class DistributedOptimizer(Corrected):
             tested = [rank in division.rounds[0] and not division.is_last(0, rank) for rank in self._on_owners]
             if len(tested) > 1 and not all(tested):
                 test = owner.wait_for_gradients  # before the first owner steps
-                _all([api.rpc_async(rank, test, (owned.id,)) for rank, (owned, _) in self._on_owners.items()])
+                _all([api.rpc_async(owned.owner, test, (owned.id,)) for owned in shares])
             division.carry_out(functools.partial(self._call, owner.step, method, tuple(arrays.values())))
 
     def state(self) -> dict[str, Any]:
@@ -148,10 +148,9 @@ class DistributedOptimizer(Corrected):
 
         It is ``{"values": [...], "state": ...}``. The state is that of one process, for the list of all values.
         """
-        self._require_its_world("optimizer.state")
-        there = owner.OwnedParameters.state
+        shares, there = self.shares("optimizer.state"), owner.OwnedParameters.state
         values, leaves = dict[int, Any](), dict[str, Any]()
-        for saved in _all([api.rpc_async(owned.owner, there, (owned,)) for owned, _ in self._on_owners.values()]):
+        for saved in _all([api.rpc_async(owned.owner, there, (owned,)) for owned in shares]):
             values |= saved["values"]
             leaves |= saved["state"]
         state = jax.tree.unflatten(self._structure, [leaves[name] for name in owner.state_names(self._plan)])
@@ -165,17 +164,17 @@ class DistributedOptimizer(Corrected):
         Raises:
           ValueError: the state has another structure, other shapes or dtypes; nothing was restored on any owner.
         """
-        self._require_its_world("optimizer.restore")
-        each = zip(self._on_owners.values(), references_kept(self._parts(state)), strict=True)
-        there = owner.OwnedParameters
-        prepared = [(owned, api.remote(owned.owner, there.prepare, (owned, part))) for (owned, _), part in each]
+        shares, there = self.shares("optimizer.restore"), owner.OwnedParameters
+        each = zip(shares, references_kept(self._parts(state)), strict=True)
+        prepared = [(owned, api.remote(owned.owner, there.prepare, (owned, part))) for owned, part in each]
         _all([part.creation() for _, part in prepared])
         _all([api.rpc_async(owned.owner, there.put_back, (owned, part)) for owned, part in prepared])
 
-    def _require_its_world(self, what: str) -> None:
-        """Raise StaleReferenceError in another world, where these references' ids may mean other values."""
+    def shares(self, what: str) -> list[RRef[owner.OwnedParameters]]:
+        """Return what is on each owner. Raises StaleReferenceError in another world, where ids mean other values."""
         for rref in self._rrefs:
-            rref._home(what)
+            rref.home(what)
+        return [owned for owned, _ in self._on_owners.values()]
 
     def _parts(self, state: Any) -> list[owner.Saved]:
         if not isinstance(state, Mapping) or not {"values", "state"} <= set(state):

@@ -46,7 +46,7 @@ class MethodCaller:
     __slots__ = ("_call", "_rref", "_timeout")
 
     def __init__(self, rref: Any, call: Callable[..., Any], timeout: float | None):
-        rref._home("calling a method")
+        rref.home("calling a method")
         self._rref, self._call, self._timeout = rref, call, timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -80,20 +80,20 @@ class RRef(Elsewhere, Generic[T]):
       >>> params.to_here()                                           # a copy of it here
     """
 
-    __slots__ = ("__weakref__", "_claim", "handle", "token")
-    _claim: Claim
+    __slots__ = ("__weakref__", "claim", "handle", "token")
+    claim: Claim
     handle: Any
     token: Any
 
     def __init__(self, value: T):
         references, handler = current_part(References), traced_hook.handler_for(value)
-        made = RRef._of(references.own(value)) if handler is None else handler.own(value)
-        self._claim, self.handle, self.token = made._claim, made.handle, made.token
+        made = RRef.of(references.own(value)) if handler is None else handler.own(value)
+        self.claim, self.handle, self.token = made.claim, made.handle, made.token
 
     @classmethod
-    def _of(cls, claim: Any, handle: Any = HANDLE, token: Any = None) -> "RRef[Any]":
+    def of(cls, claim: Any, handle: Any = HANDLE, token: Any = None) -> "RRef[Any]":
         reference = object.__new__(cls)
-        reference._claim, reference.handle, reference.token = claim, handle, token
+        reference.claim, reference.handle, reference.token = claim, handle, token
         return reference
 
     @property
@@ -104,17 +104,17 @@ class RRef(Elsewhere, Generic[T]):
     @property
     def id(self) -> int:
         """Return the reference's 64-bit id, with the rank of the worker that made it in the top 16 bits."""
-        return self._claim.id
+        return self.claim.id
 
     @property
     def owner(self) -> WorkerInfo:
         """Return the worker that holds the value."""
-        mailbox = self._claim.mailbox if isinstance(self._claim, Claim) else current_mailbox()
-        return mailbox.directory.workers[self._claim.owner]
+        mailbox = self.claim.mailbox if isinstance(self.claim, Claim) else current_mailbox()
+        return mailbox.directory.workers[self.claim.owner]
 
     def is_owner(self) -> bool:
         """Return whether this worker holds the value."""
-        return self._claim.owner == self._home("is_owner").rank
+        return self.claim.owner == self.home("is_owner").rank
 
     def to_here(self, timeout: float | None = None) -> T:
         """Return the value: the value itself on its owner, a copy elsewhere. Waits until the value has been made.
@@ -123,7 +123,7 @@ class RRef(Elsewhere, Generic[T]):
           CallTimeoutError: the value did not come within ``timeout`` seconds (default: the world's timeout).
           Exception: the function of ``remote`` raised it.
         """
-        self._home("to_here")
+        self.home("to_here")
         handler = traced_hook.handler_for(self)
         value: T = self.value_future(timeout).result() if handler is None else handler.fetch(self, timeout)
         return value
@@ -134,8 +134,8 @@ class RRef(Elsewhere, Generic[T]):
         Raises:
           NotOwnerError: this worker does not own the value.
         """
-        here = self._home("local_value")
-        if self._claim.owner != here.rank:
+        here = self.home("local_value")
+        if self.claim.owner != here.rank:
             raise NotOwnerError(
                 f"local_value() of {self} was called on {here.info}, but only its owner {self.owner} holds the "
                 "value. Use to_here() for a copy.",
@@ -149,8 +149,8 @@ class RRef(Elsewhere, Generic[T]):
         On the worker that called ``remote``, the future fails after the timeout given there; the value itself can still
         be fetched later.
         """
-        sent = ByReference(RRef._of(self._claim))
-        return self._home("creation").part(References).creation(self._claim, sent, timeout)
+        sent = ByReference(RRef.of(self.claim))
+        return self.home("creation").part(References).creation(self.claim, sent, timeout)
 
     def __getitem__(self, key: Any) -> "RRef[Any]":
         """Return a reference to a part of the value, which stays where it is: no copy, and differentiable."""
@@ -181,7 +181,7 @@ class RRef(Elsewhere, Generic[T]):
         """Call a method as with ``rpc_sync``; the call returns a reference to the result."""
         return MethodCaller(self, remote, timeout)
 
-    def _home(self, what: str) -> Mailbox:
+    def home(self, what: str) -> Mailbox:
         """Return the mailbox of the worker that this code runs on. Raises if it is not in the reference's world."""
         if not isinstance(self.handle, Handle | jax.core.Tracer):
             raise TypeError(
@@ -193,7 +193,7 @@ class RRef(Elsewhere, Generic[T]):
                 f"{what}: {self} came out of jax.grad as a gradient: it says where the gradient is, not what. Use "
                 "jd.grad or jd.value_and_grad, whose results have to_here(), or jd.get_gradients(ctx) on the owner."
             )
-        mailbox, world = find_mailbox(), self._claim.key.world
+        mailbox, world = find_mailbox(), self.claim.key.world
         if mailbox is None or world not in (None, mailbox.world):
             again = f"again in this world{', when one is open (jdistgrad.init)' if mailbox is None else ''}"
             why = fork_error() or f"{self} belongs to a world that has been shut down. Make the value {again}."
@@ -202,14 +202,14 @@ class RRef(Elsewhere, Generic[T]):
 
     def value_future(self, timeout: float | None) -> concurrent.futures.Future[Any]:
         """Return a future of the value."""
-        if isinstance(self._claim, StandIn):
-            return done_future(self._claim.value)
-        return self._home("fetching").part(References).fetch(self._claim, timeout)
+        if isinstance(self.claim, StandIn):
+            return done_future(self.claim.value)
+        return self.home("fetching").part(References).fetch(self.claim, timeout)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RRef):
             return NotImplemented
-        return self._claim.key == other._claim.key and is_gradient(self.handle) == is_gradient(other.handle)
+        return self.claim.key == other.claim.key and is_gradient(self.handle) == is_gradient(other.handle)
 
     def __hash__(self) -> int:
         return hash(self.id)
@@ -223,10 +223,10 @@ class RRef(Elsewhere, Generic[T]):
     __copy__ = __deepcopy__
 
     def __reduce__(self) -> Any:
-        self._home("sending")
-        if isinstance(self._claim, StandIn):
-            return RRef._of, (self._claim,)
-        return _arrived, (claims.ship(self._claim),)
+        self.home("sending")
+        if isinstance(self.claim, StandIn):
+            return RRef.of, (self.claim,)
+        return _arrived, (claims.ship(self.claim),)
 
 
 def staged_reference(owner: int, results: Any, handle: Any, token: Any) -> RRef[Any]:
@@ -236,7 +236,7 @@ def staged_reference(owner: int, results: Any, handle: Any, token: Any) -> RRef[
 
 def _unflatten(key: Any, children: Any) -> RRef[Any]:
     if isinstance(key, StandIn):
-        return RRef._of(key, *children)
+        return RRef.of(key, *children)
     mailbox = find_mailbox()
     handle, token = renewed(children[0]), (children[1] if isinstance(key, RuntimeKey) else None)
     if token is not None and isinstance(token, np.ndarray | jax.Array) and not isinstance(token, jax.core.Tracer):
@@ -245,19 +245,19 @@ def _unflatten(key: Any, children: Any) -> RRef[Any]:
     claim = None
     if mailbox is not None and isinstance(key, Key) and key.world == mailbox.world:
         claim = mailbox.part(References).claims.get(key.id)
-    return RRef._of(claim or MissingClaim(key), handle, token)
+    return RRef.of(claim or MissingClaim(key), handle, token)
 
 
 jax.tree_util.register_pytree_node(
     RRef,
-    lambda rref: ((rref.handle,) if rref.token is None else (rref.handle, rref.token), rref._claim.key),
+    lambda rref: ((rref.handle,) if rref.token is None else (rref.handle, rref.token), rref.claim.key),
     _unflatten,
 )
 trees.OPAQUE.add(RRef)
 
 
 def _arrived(number: int) -> RRef[Any]:
-    return RRef._of(claims.decoding.place.held[number])
+    return RRef.of(claims.decoding.place.held[number])
 
 
 def by_reference(rref: Any) -> Any:
@@ -280,7 +280,7 @@ def references_kept(tree: Any) -> Any:
 def _wrapped(leaf: Any) -> Any:
     if not isinstance(leaf, RRef):
         return leaf
-    leaf._home("sending")
+    leaf.home("sending")
     return ByReference(leaf)
 
 
@@ -323,4 +323,4 @@ def remote(to: Any, function: Any, args: Args, kwargs: Kwargs, timeout: float | 
     if handler is not None:
         made: RRef[Any] = handler.remote(to, function, args, kwargs, timeout)
         return made
-    return RRef._of(references.call_remote(to, function, args, kwargs, timeout))
+    return RRef.of(references.call_remote(to, function, args, kwargs, timeout))

@@ -175,6 +175,6 @@ def replace_unmade(leaf: Any) -> Any:
     if isinstance(leaf, ByReference):
         return ByReference(replace_unmade(leaf.rref))
     if isinstance(leaf, RRef) and leaf.token is not None:
-        key: Any = leaf._claim.key
-        return RRef._of(StandIn(key.owner, *key.results.known))
-    return RRef._of(leaf._claim) if isinstance(leaf, RRef) else leaf
+        key: Any = leaf.claim.key
+        return RRef.of(StandIn(key.owner, *key.results.known))
+    return RRef.of(leaf.claim) if isinstance(leaf, RRef) else leaf

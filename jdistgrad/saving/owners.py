@@ -56,11 +56,10 @@ Asked = list[tuple[str, Work]]  # of one owner: parts, and what they are
 def works_of(leaf: PlacedLeaf) -> Iterator[Work]:
     """Yield the owners' work for a leaf. Raises StaleReferenceError for one of another world, whose ids may recur."""
     if isinstance(leaf.value, RRef):
-        leaf.value._home(leaf.place)
+        leaf.value.home(leaf.place)
         yield Work(leaf.value.owner.rank, leaf.place, leaf.own, leaf.value.id)
     elif isinstance(leaf.value, DistributedOptimizer):
-        leaf.value._require_its_world(leaf.place)
-        for share, (owned, _) in enumerate(leaf.value._on_owners.values()):
+        for share, owned in enumerate(leaf.value.shares(leaf.place)):
             yield Work(owned.owner.rank, leaf.place, leaf.own, owned.id, share)
 
 

@@ -46,21 +46,21 @@ class Fetch(Crossing):
     def start(self, operands: Sequence[Any]) -> Started:
         rref = reference_of(self.reference, operands)
         if self.recorded:
-            note_fetched(rref._claim.id, rref._claim.owner)
+            note_fetched(rref.claim.id, rref.claim.owner)
 
         def finish(value: Any) -> list[Any]:
-            if isinstance(rref._claim, Claim):
-                rref._claim.arrived = True
+            if isinstance(rref.claim, Claim):
+                rref.claim.arrived = True
             return self.results.flatten(value)
 
-        if self.results.have_keys and isinstance(rref._claim, Claim):
+        if self.results.have_keys and isinstance(rref.claim, Claim):
             stop, items = self.stop()
             return self.alone(stop, None, (rref.id,), items, lambda arrays: as_jax(self.results.counted(arrays)))
         return Started(rref.value_future(self.timeout), finish)
 
     def at_once(self, operands: Sequence[Any]) -> Any:
         """Return the claim, if the value is known to exist elsewhere and to hold only arrays; else None."""
-        claim = reference_of(self.reference, operands)._claim
+        claim = reference_of(self.reference, operands).claim
         at_hand = isinstance(claim, Claim) and claim.is_made and claim.owner != claim.mailbox.rank
         return claim if at_hand and self.timeout is None and self.results.are_arrays else None
 
@@ -68,7 +68,7 @@ class Fetch(Crossing):
         return ReadStop(len(self.results.shapes)), []
 
     def drawn(self, operands: Sequence[Any], message: int | None = None) -> tuple[int, ...]:
-        claim = reference_of(self.reference, operands)._claim
+        claim = reference_of(self.reference, operands).claim
         if self.recorded:
             note_fetched(claim.id, claim.owner)
         return (claim.id,)

@@ -140,7 +140,7 @@ class Layout:
             reference, wraps = _unwrapped(leaf)
             if not isinstance(reference, RRef):
                 return leaf
-            claims.append(reference._claim)
+            claims.append(reference.claim)
             children, structure = operands_of(reference)
             return ReferenceHole(structure, wraps, None, children)
 
@@ -180,7 +180,7 @@ def split(tree: Any, pick: Callable[[Any], bool] = is_traced) -> tuple[Layout, l
         reference, wraps = _unwrapped(leaf)
         if isinstance(reference, RRef):
             found, structure = operands_of(reference)
-            hole = ReferenceHole(structure, wraps, None if staging() else reference._claim)
+            hole = ReferenceHole(structure, wraps, None if staging() else reference.claim)
         elif is_key(leaf):
             hole, found = Hole(LeafSpec.of(leaf).impl), [plain(leaf)]
         else:
