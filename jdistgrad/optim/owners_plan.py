@@ -80,10 +80,11 @@ class Plan:
         if method.name == "init":
             return whole(jax.make_jaxpr(lambda p: jax.tree.leaves(tx.init(p)))(self.params)), params
         trace = jax.make_jaxpr(lambda g, s, p, extra: tx.update(g, s, p, **extra), return_shape=True)
-        others, last, found = (self.params if method.with_params else None, dict(method.extra)), None, self.state
-        while found != last:  # an update may widen the state: moments of bfloat16 become float32
-            last = found
-            closed, (_, found) = trace(self.params, last, *others)
+        others, found = (self.params if method.with_params else None, dict(method.extra)), self.state
+        last: Any = None
+        while jax.tree.leaves(found) != last:  # an update may widen the state: moments of bfloat16 become float32
+            last = jax.tree.leaves(found)
+            closed, (_, found) = trace(self.params, found, *others)
         places = [*params, *state, *(params if method.with_params else ())]
         return whole(closed), places + [HERE] * len(method.extra)
 

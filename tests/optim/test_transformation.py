@@ -114,6 +114,21 @@ def test_masks_of_parts_of_values(big_world):
     assert_close(jd.get(state.inner)[1][0].trace["here"], state.inner[1][0].trace["here"])
 
 
+def applied(params, x):
+    return jnp.sum(jnp.tanh(x @ params["a"]) @ params["c"]["w"])
+
+
+@on_worker0
+def test_modules_are_optimized_as_their_references_are(big_world):
+    """JAX compares the structures of trees; objects of users' classes equal only themselves."""
+    x, value = jnp.ones(3), {"a": jnp.ones((3, 2)), "c": {"w": jnp.arange(2.0)}}
+    tx = optax.adam(0.1)
+    ours, module = jd.on_owners(tx), jd.RemoteFunction(2, lambda: value, applied)
+    found, _ = ours.update(jd.grad(lambda m: m(x))(module), ours.init(module), module)
+    expected, _ = tx.update(jax.grad(applied)(value, x), tx.init(value), value)
+    assert_close(jd.get(found.parameters), expected)
+
+
 @on_worker0
 def test_what_is_no_float_array_stays_as_it_is(big_world):
     value = {"w": jnp.ones(3), "steps": jnp.int32(7), "name": "mixed"}
