@@ -97,6 +97,12 @@ def settings_of_results() -> tuple[bool, Any, Any]:
     return config.enable_x64.value, config.default_matmul_precision.value, config.default_device.value
 
 
+def x64_elsewhere() -> bool | None:
+    """Return the process's setting of x64 if a block of ``jax.enable_x64`` gives this thread another, else None."""
+    everywhere: bool = config.enable_x64.get_global()
+    return None if config.enable_x64.value == everywhere else everywhere
+
+
 def static_arguments(function: Any) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return the numbers and names of the static arguments of a jitted function, for which JAX has no public name."""
     found = getattr(function, "_jit_info", None)

@@ -6,14 +6,14 @@ whether the dtype is weak, and the implementation of random keys.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad._compat import array_of, weakly_typed
+from jdistgrad._compat import array_of, weakly_typed, x64_elsewhere
 from jdistgrad.errors import EncodingError
 
 EXTENSIONS_FROM = 256  # NumPy's own dtypes have lower numbers; characters of other dtypes may mean another type
@@ -87,6 +87,17 @@ def check_kept(sent: np.dtype, made: Any) -> None:
             f"a {sent} array arrived on a worker whose JAX makes it {made}. "
             'Set jax.config.update("jax_enable_x64", True) on every worker or on none.'
         )
+
+
+def check_kept_elsewhere(leaves: Iterable[Any]) -> None:
+    """Raise EncodingError for JAX arrays with more bits than those of this process's other threads have."""
+    x64 = x64_elsewhere()
+    if x64 is None:
+        return
+    with jax.enable_x64(x64):
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array) and isinstance(leaf.dtype, np.dtype):
+                check_kept(leaf.dtype, jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def as_jax_array(array: Any) -> jax.Array:

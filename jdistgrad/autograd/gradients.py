@@ -43,16 +43,14 @@ class RemoteGradient(Elsewhere):
         return marks_of(self.handle)
 
     @property
-    def parts(self) -> Any:
-        """Return the number of contributions that were added up."""
-        return self.marks[..., 0]
-
-    @property
     def owner(self) -> WorkerInfo:
         return self.rref.owner
 
     def to_here(self, timeout: float | None = None) -> Any:
         """Fetch the gradient, in the structure of the value, with None in place of leaves that are not float arrays.
+
+        It is that of one backward pass, and of one place if the reference was an argument at several. The context,
+        ``get_gradients`` and ``DistributedOptimizer.step(ctx)`` have the sum.
 
         Raises:
           DifferentiationError: JAX traces the gradient (grad, vmap, jit ...): its parts come later, or are of a batch.
@@ -224,7 +222,7 @@ def backward(ctx: Context | int, loss_fn: Callable[..., V], *args: Any) -> tuple
 
     Returns:
       The result of ``loss_fn``, and the gradient of each argument, with RemoteGradients in place of references, and
-      None in place of what is not differentiated. Gradients of references add up in the context over several calls.
+      None in place of what is not differentiated. In the context, gradients of references add up over several calls.
 
     Raises:
       ContextError: the context is closed, not known here, or this thread is in another context.

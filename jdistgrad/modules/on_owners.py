@@ -11,7 +11,7 @@ from jdistgrad.autograd.callee.contributions import gradient_of
 from jdistgrad.autograd.gradients import RemoteGradient
 from jdistgrad.errors import DifferentiationError
 from jdistgrad.modules.function import RemoteFunction
-from jdistgrad.rpc import api
+from jdistgrad.rpc import api, trees
 from jdistgrad.rpc.current import current_scope, within
 from jdistgrad.rpc.functions import shown_as
 from jdistgrad.rpc.rref import RRef, by_reference
@@ -93,6 +93,9 @@ def tree_map(f: Callable[..., Any], tree: Any, *rest: Any, in_place: bool = Fals
     leaves: list[Any]
     structure: Any
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_reference)
+    references = list(filter(_is_reference, leaves))
+    if in_place and len(set(references)) < len(references):
+        raise ValueError("tree_map(in_place=True) would change a value twice: pass a tree with each reference once.")
     others = zip(*(structure.flatten_up_to(one) for one in rest), strict=True) if rest else [()] * len(leaves)
 
     def mapped(leaf: Any, others: Sequence[Any]) -> Any:
@@ -128,8 +131,8 @@ def _map_in_place(f: Callable[..., Any], reference: RRef[Any], *rest: Any) -> No
 
 
 def _values(wanted: Sequence[Any]) -> list[Any]:
-    """Return the values of references, and gradients by their ids; runs on the owner."""
-    return [one.to_here() if isinstance(one, RRef) else gradient_of(*one) for one in wanted]
+    """Return copies of the values of references, and gradients by their ids; runs on the owner."""
+    return trees.steady([one.to_here() if isinstance(one, RRef) else gradient_of(*one) for one in wanted])
 
 
 def _is_reference(node: Any) -> bool:

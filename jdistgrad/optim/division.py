@@ -196,18 +196,14 @@ class Division:
             for sender, data in zip(self.senders(since), earlier, strict=True):
                 values.update(_unpacked(sender.sent, data))
             jaxprs.run(equations, values)
-            return [values[one] for one in targets], _packed([values[one] for one in sent])
+            octets = (jnp.ravel(values[one]).view(jnp.uint8) for one in sent)
+            return [values[one] for one in targets], jnp.concatenate([jnp.zeros(0, jnp.uint8), *octets])
 
         def numbers(variables: Iterable[Any]) -> tuple[int, ...]:
             return tuple(self._numbers[one] for one in variables)
 
         here = numbers(one for one in given if self._placed[one][0] == HERE)
         return OwnersPart(numbers(given), here, numbers(targets), sent, function)
-
-
-def _packed(arrays: Sequence[Any]) -> Any:
-    """Return the bytes of arrays, one after the other."""
-    return jnp.concatenate([jnp.zeros(0, jnp.uint8), *(jnp.ravel(one).view(jnp.uint8) for one in arrays)])
 
 
 def _unpacked(shapes: Mapping[Any, jax.ShapeDtypeStruct], data: Any) -> dict[Any, Any]:

@@ -13,6 +13,7 @@ from typing import Any, cast
 from jdistgrad import errors, events
 from jdistgrad._compat import trace_state_clean
 from jdistgrad.config import settings
+from jdistgrad.leaves import check_kept_elsewhere
 from jdistgrad.rpc import trees
 from jdistgrad.rpc.current import current_scope
 from jdistgrad.rpc.directory import WorkerInfo
@@ -125,9 +126,10 @@ class Caller(WorkerPart):
             )
         if isinstance(function, types.FunctionType) and function.__code__.co_flags & inspect.CO_COROUTINE:
             raise errors.FunctionError(f"{describe(function)} {IS_ASYNC}")
-        handed_over = mailbox.hands_over or peer is mailbox.info
-        if handed_over and not trace_state_clean() and any(is_traced(leaf) for leaf in trees.leaves(arguments)):
-            raise refuse_traced(f"cannot call {describe(function)} on {peer}")
+        if mailbox.hands_over or peer is mailbox.info:
+            if not trace_state_clean() and any(map(is_traced, trees.leaves(arguments))):
+                raise refuse_traced(f"cannot call {describe(function)} on {peer}")
+            check_kept_elsewhere(trees.leaves(arguments))
         seconds = mailbox.timeout if timeout is None else checked_timeout(timeout)
         now = time.monotonic()
         origin = current_scope(), threading.get_ident()

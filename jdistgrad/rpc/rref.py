@@ -123,10 +123,9 @@ class RRef(Elsewhere, Generic[T]):
           CallTimeoutError: the value did not come within ``timeout`` seconds (default: the world's timeout).
           Exception: the function of ``remote`` raised it.
         """
-        self.home("to_here")
-        handler = traced_hook.handler_for(self)
+        here, handler = self.home("to_here"), traced_hook.handler_for(self)
         value: T = self.value_future(timeout).result() if handler is None else handler.fetch(self, timeout)
-        return value
+        return trees.steady(value) if here.shares_process and self.claim.owner != here.rank else value
 
     def local_value(self) -> T:
         """Return the value itself, on its owner only; no copy is made.

@@ -140,7 +140,7 @@ def test_what_a_rule_around_a_call_makes_of_the_gradient_of_a_reference_is_not_f
         for made in (lambda: jd.grad(through_a_rule(change))(value, X), lambda: jax.tree.map(change, plain)):
             with pytest.raises(TypeError, match="leaf of a reference"):
                 made()
-        assert_close(plain.to_here(), 2 * X)
+        assert_close(plain.to_here(), X)
 
 
 @on_worker0
@@ -150,7 +150,7 @@ def test_gradients_of_several_passes_that_are_added_are_fetched(big_world):
     with jd.context():
         one, other = jd.grad(weighted_on(1))(value, X), jd.grad(batched)(value)
         both = jax.tree.map(operator.add, one, other)
-        assert_close([each.to_here() for each in (one, other, both)], [X + xs.sum(0)] * 3)
+        assert_close([each.to_here() for each in (one, other, both)], [X, xs.sum(0), X + xs.sum(0)])
 
 
 def second_of_reference(call):

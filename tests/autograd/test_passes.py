@@ -108,13 +108,15 @@ def test_several_roots(world):
 
 @on_worker0
 def test_two_passes_add_up(world):
-    # Gradients of references add up in the context; those returned for local arguments are of one pass, as in JAX.
+    # Gradients of references add up in the context; those that are returned are of one pass, as in JAX.
     rref = jd.remote(rank(1), make_weights, args=(2,))
     loss = lambda p, x: jd.rpc_sync(rank(2), nested_scaled, args=(jd.by_reference(p), x)).sum()  # noqa: E731
     with jd.context() as ctx:
         for turn in (1, 2, 3):
             _, (of_p, of_x) = jd.backward(ctx, loss, rref, X)
-            np.testing.assert_array_equal(of_p.to_here()["w"], turn * X)
+            np.testing.assert_array_equal(of_p.to_here()["w"], X)
+            total = jd.rpc_sync(rank(1), gradients_here, args=(ctx.id,))
+            np.testing.assert_array_equal(total[rref.id]["w"], turn * X)
             assert_close(of_x, jnp.arange(3.0) + 2)
     with jd.context() as ctx:
         np.testing.assert_array_equal(jd.backward(ctx, loss, rref, X)[1][0].to_here()["w"], X)

@@ -44,9 +44,12 @@ def test_a_reference_used_here_and_there(big_world):
     assert_close((value, (of_p.to_here(), of_x)), expected(rref.to_here(), x))
 
 
+def squares_times(a, b):
+    return a**2 * b
+
+
 @on_worker0
-def test_a_reference_that_is_passed_twice_gets_one_contribution(big_world):
-    # The owner of a value that was made waits for all that its users have announced.
+def test_a_reference_that_is_passed_twice_gets_two_contributions(big_world):
     def squared(call, x):
         made = jd.remote(rank(1), product, args=(x, 2.0)) if call is sync else product(x, 2.0)
         return jnp.sum(call(2, product, made, made) * x)
@@ -55,8 +58,23 @@ def test_a_reference_that_is_passed_twice_gets_one_contribution(big_world):
     assert_close(jd.grad(lambda x: squared(sync, x))(x), jax.grad(lambda x: squared(serial, x))(x))
     rref = jd.RRef(x)
     gradient = jd.grad(lambda p: jnp.sum(sync(1, product, p, p)))(rref)
-    assert gradient.parts == 1
+    assert gradient.marks[0] == 2
     assert_close(gradient.to_here(), jax.grad(lambda p: jnp.sum(product(p, p)))(x))
+
+
+def of_both(call):
+    def loss(a, b):
+        return jnp.sum(call(1, product, a, 2.0) + call(2, squares_times, a, b) + call(1, product, b, 3.0))
+
+    return loss
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jd.jit], ids=["eager", "jd.jit"])
+@on_worker0
+def test_one_reference_at_two_places_has_a_gradient_for_each(big_world, wrap):
+    reference = jd.remote(rank(1), vector, args=(3,))
+    found = wrap(jd.grad(of_both(sync), argnums=(0, 1)))(reference, reference)
+    assert_close(jd.get(found), jax.grad(of_both(serial), argnums=(0, 1))(vector(3), vector(3)))
 
 
 @jax.tree_util.register_dataclass

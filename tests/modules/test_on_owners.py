@@ -52,6 +52,18 @@ def test_values_of_a_tree(big_world):
     assert_close(jd.get(references["layer1"]), values["layer1"])
 
 
+@pytest.mark.parametrize("fetch", [jd.get, jd.RRef.to_here], ids=["get", "to_here"])
+@on_worker0
+def test_what_is_fetched_is_a_copy(big_world, fetch):
+    for owner in range(jd.world_size()):
+        reference = jd.put(owner, {"w": np.arange(3.0), "of": [1]})
+        if owner or fetch is jd.get:  # on its owner, to_here returns the value itself
+            found = fetch(reference)
+            found["w"] = found["w"] + 1
+            found["of"].append(2)
+            assert_close(jd.get(reference), {"w": np.arange(3.0), "of": [1]})
+
+
 @on_worker0
 def test_gradients_of_a_tree(big_world):
     references, values = on_all_workers()
@@ -164,6 +176,8 @@ def test_what_is_wrong_with_a_map_is_said(big_world):
         jd.get(shapes)
     with pytest.raises(TypeError):
         jd.tree_map(3, references)
+    with pytest.raises(ValueError):
+        jd.tree_map(jnp.copy, [references["layer1"]] * 2, in_place=True)
 
 
 @pytest.mark.parametrize("worker", [0, 2])

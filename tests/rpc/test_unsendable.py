@@ -93,9 +93,8 @@ def dtype_of(x):
     return str(x.dtype)
 
 
-@needs_pickling
 @on_worker0
-def test_jax_doubles_on_a_worker_without_them(wire_world):
+def test_jax_doubles_on_a_worker_without_them(big_world):
     """NumPy's doubles travel as they are; a JAX double either arrives as a JAX double or is refused."""
     assert jd.rpc_sync(last(), dtype_of, args=(np.ones(2),)) == "float64"
     with jax.enable_x64(True):
@@ -104,4 +103,5 @@ def test_jax_doubles_on_a_worker_without_them(wire_world):
                 jd.rpc_sync(last(), dtype_of, args=(double,))
         with pytest.raises(jd.EncodingError):
             jd.rpc_sync(last(), dtype_of, args=(jnp.asarray(2**40),))
+        assert jd.rpc_sync(last(), dtype_of, args=(jnp.ones(2, jnp.float32),)) == "float32"
     still_works()

@@ -161,10 +161,11 @@ def gradient_of(identifier: int, name: str, marks: Marks | None) -> Any:
       name: the reference, in words.
       marks: the sum of the marks of its contributions, if known: others may be there, too.
     """
-    tape = current_tape(lambda: "a gradient")
-    if marks is not None and not tape.ledger.may_be_sum(Target(REFERENCE, identifier), marks):
+    ledger, target = current_tape(lambda: "a gradient").ledger, Target(REFERENCE, identifier)
+    found = ledger.read(target) if marks is None else ledger.find(target, marks)
+    if found is None:
         raise DifferentiationError(f"the fetched gradient of {name} is not what the calls contributed. {AS_MADE}")
-    return gradient_tree(identifier, tape.gradient(identifier))
+    return gradient_tree(identifier, total(found) if found else None)
 
 
 def value_gradient(identifier: int) -> Any | None:

@@ -3,6 +3,7 @@
 A recording waits in the tape until the cotangents come.
 """
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -29,6 +30,8 @@ from jdistgrad.rpc.owned import Owned
 from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.server import delivered
 from jdistgrad.rpc.worker import current_worker
+
+AGAIN = 1 << 40  # between the ids of contributions to one reference in one pull; no worker draws so many ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,20 +157,16 @@ class CallStop(Stop):
         flat = iter(self.derived.linear(order, live, cotangents, maps))
         shape = *lanes, *NO_MARKS.shape
         # The gradients of references go to their owners, and the marks of these contributions back to the caller.
-        found, gradients = list[Any](), dict[RRef[Any], list[Any]]()
+        found, passed = list[Any](), collections.Counter[RRef[Any]]()
         for wanted, count in self._wanted[order]:
             part = list(itertools.islice(flat, count))
             if wanted is None:
                 found.append(part[0])
-            elif wanted not in gradients:
-                gradients[wanted] = part
-                found.append(np.full(shape, mark(number), NO_MARKS.dtype))
-            else:  # it was passed twice, and makes one contribution
-                gradients[wanted] = [a + b for a, b in zip(gradients[wanted], part, strict=True)]
-                found.append(np.zeros(shape, NO_MARKS.dtype))
-        for reference, leaves in gradients.items():
-            contribution = Contribution(number, lanes, leaves, next_place())
-            contribute(reference.owner.rank, REFERENCE, reference.id, contribution)
+                continue
+            own = number + AGAIN * passed[wanted]
+            passed[wanted] += 1
+            contribute(wanted.owner.rank, REFERENCE, wanted.id, Contribution(own, lanes, part, next_place()))
+            found.append(np.full(shape, mark(own), NO_MARKS.dtype))
         return found
 
 

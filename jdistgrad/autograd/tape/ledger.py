@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jdistgrad.errors import DifferentiationError
 
@@ -108,13 +109,19 @@ class Waiting:
 
 
 def _adding_up(each: list[Marks], wanted: Marks) -> list[int] | None:
-    """Find the marks that have this sum. The search tries the latest first, since passes come one after the other."""
+    """Find the marks that have this sum, first among runs: mostly passes come one after the other, and the latest."""
+    sums = np.cumsum([np.zeros(len(wanted)), *each], axis=0)
+    ends = {tuple(one): k for k, one in enumerate(sums.tolist())}
+    for start in range(len(each) - 1, -1, -1):
+        end = ends.get(tuple((sums[start] + wanted).tolist()), 0)
+        if start < end:
+            return list(range(start, end))
     tried = 0
 
     def search(last: int, left: Marks) -> list[int] | None:
         nonlocal tried
-        if not any(left):
-            return []
+        if not left[0]:
+            return None if any(left) else []
         for k in range(last, -1, -1):
             tried += 1
             if tried > TRIED:
@@ -180,16 +187,15 @@ class Ledger:
         with self._lock:
             return in_order([*self._kept.get(target, []), *self._found[target]])
 
-    def may_be_sum(self, target: Target, marks: Marks) -> bool:
-        """Return whether the contributions that are here may add up to these marks."""
+    def find(self, target: Target, marks: Marks) -> list[Contribution] | None:
+        """Return the contributions that are here and whose marks have this sum, or what has replaced them."""
+        found = self.read(target)
         with self._lock:
-            found = [*self._kept.get(target, []), *self._found[target]]
-            if not marks[0] or (target, marks) in self._used or any(one.number == REPLACED for one in found):
-                return True
-        try:
-            return Waiting(marks, ()).among(found) is not None
-        except DifferentiationError:  # too many to be distinguished
-            return True
+            used = [] if not marks[0] else self._used.get((target, marks))
+        if used is not None or any(one.number == REPLACED for one in found):
+            return found if used is None else used
+        mine = Waiting(marks, ()).among(found)
+        return None if mine is None else in_order(mine)
 
     def write(self, target: Target, leaves: list[Any]) -> None:
         """Replace the contributions to a target by one gradient."""
@@ -245,8 +251,8 @@ def _finish(ready: list[Completed]) -> None:
 
 def mixed_passes() -> DifferentiationError:
     return DifferentiationError(
-        "several backward passes go through the value of one reference at the same time, with so many contributions "
-        "that they cannot be distinguished. Open a context for each pass, or let one need the other's result."
+        "several gradients of one reference have so many contributions that they cannot be distinguished. Open a "
+        "context for each backward pass, and differentiate a reference that is used at several places once."
     )
 
 
