@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jdistgrad.autograd.callee.contributions import value_gradient
+from jdistgrad.autograd.callee.contributions import gradient_tree
 from jdistgrad.autograd.callee.functions import own_parts
 from jdistgrad.autograd.contexts import Context, find_context
 from jdistgrad.autograd.tape.ledger import REFERENCE, Target
+from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.autograd.values.holes import is_float_array
 from jdistgrad.collectives.base import Collectives, require_collectives
 from jdistgrad.collectives.default import of_this_world
@@ -40,7 +41,6 @@ from jdistgrad.data_parallel.segments import StepPrograms
 from jdistgrad.data_parallel.statistics import Statistics
 from jdistgrad.errors import CollectiveError
 from jdistgrad.rpc import trees
-from jdistgrad.rpc.current import within
 from jdistgrad.rpc.functions import Args, Kwargs
 from jdistgrad.rpc.rref import RRef
 
@@ -272,9 +272,8 @@ class DataParallel(Corrected):
         For replicas that make remote calls: each has a context of its own. ``DistributedOptimizer.step(ctx)`` follows.
         Every rank must call it, with references to values of the same structure, in the same order.
         """
-        with within(find_context(ctx).scope):
-            found = [_gradient(rref) for rref in rrefs]
         tape = find_context(ctx).tape
+        found = [_gradient(rref, tape) for rref in rrefs]
         for rref, gradient in zip(rrefs, self.average(found), strict=True):
             own, new = own_parts(rref.local_value()), iter(jax.tree.leaves(gradient))
             before = tape.gradient(rref.id) or [None] * len(own)
@@ -361,8 +360,8 @@ def _as_float(path: Any, number: Any) -> jax.Array:
     return jnp.asarray(found if jnp.issubdtype(found.dtype, jnp.inexact) else found.astype(jnp.result_type(float)))
 
 
-def _gradient(rref: RRef[Any]) -> Any:
-    """Return a value's gradient: zeros if there is none, and None for leaves without derivative and references."""
-    value, found = rref.local_value(), value_gradient(rref.id)
-    floats = trees.map_leaves(lambda leaf: leaf if is_float_array(leaf) else None, value if found is None else found)
-    return jax.tree.map(jax.numpy.zeros_like, floats) if found is None else floats
+def _gradient(rref: RRef[Any], tape: Tape) -> Any:
+    """Return a value's gradient, with None in place of leaves without derivative and of references."""
+    rref.local_value()  # raises where the value is not
+    whole = gradient_tree(rref.id, tape.gradient(rref.id))
+    return trees.map_leaves(lambda leaf: leaf if is_float_array(leaf) else None, whole)

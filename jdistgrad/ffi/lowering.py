@@ -75,11 +75,14 @@ def _lower_call(
     context.module_context.add_host_callback(site)  # keeps the site alive while a program runs
     given, made = ([_carried(one) for one in types] for types in (avals, context.avals_out))
     carried = _converted(context, operands, avals, given)
+    # Without this XLA makes a call once that has the same operands in each iteration of a loop; but a pullback is to
+    # contribute to a gradient in each. XLA refuses it in programs on several devices.
+    rule = jax.ffi.ffi_lowering(TARGET, has_side_effect=site.devices == 1)
     if effect is None:
-        values = _rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)
+        values = rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)
     else:
         with_token = context.replace(avals_in=[*given, abstract_token()], avals_out=[*made, abstract_token()])
-        *values, token = _effectful_rule(with_token, *carried, context.tokens_in.get(effect), number=site.number)
+        *values, token = rule(with_token, *carried, context.tokens_in.get(effect), number=site.number)
         context.set_tokens_out(mlir.TokenSet({effect: token}))
     return _converted(context, values, made, context.avals_out)
 
@@ -164,9 +167,6 @@ def _converted(context: Any, values: Sequence[Any], before: Sequence[Any], after
             (found[k],) = mlir.lower_fun(cast, multiple_results=False)(alone, values[k])
     return found
 
-
-_rule = jax.ffi.ffi_lowering(TARGET)
-_effectful_rule = jax.ffi.ffi_lowering(TARGET, has_side_effect=True)
 
 ordered_p.def_impl(_run)
 ordered_p.def_effectful_abstract_eval(_shapes)

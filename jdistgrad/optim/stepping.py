@@ -39,7 +39,8 @@ class Stepping:
     def update(
         self, gradients: Sequence[Any], state: StepState, params: Sequence[Any], **extra: Any
     ) -> tuple[Any, StepState]:
-        finite = [_all_finite(jax.tree.leaves([gradients[k] for k in mine])) for mine in self.tested.values()]
+        tested = (jax.tree.leaves([gradients[k] for k in mine]) for mine in self.tested.values())
+        finite = [jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves])) for leaves in tested]
         if self.max_norm is not None:
             gradients = scaled_down(gradients, sum_of_squares(gradients), self.max_norm)
         updates, inner = self.tx.update(gradients, state.inner, params, **extra)
@@ -51,7 +52,3 @@ class Stepping:
         bad = [owner for owner, one in zip(self.tested, finite, strict=True) if not one]
         if bad:
             raise DifferentiationError(f"a gradient on {', '.join(bad)} is not finite: no step was made", workers=bad)
-
-
-def _all_finite(leaves: Sequence[Any]) -> Any:
-    return jnp.all(jnp.array([jnp.all(jnp.isfinite(leaf)) for leaf in leaves]))

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 
 import jdistgrad as jd
-from jdistgrad.autograd.tape.ledger import CONTRIBUTION, EXACT, REFERENCE, Contribution, Ledger, Target, mark, total
+from jdistgrad.autograd.tape.ledger import (
+    CONTRIBUTION,
+    EXACT,
+    REFERENCE,
+    REPLACED,
+    Contribution,
+    Ledger,
+    Target,
+    mark,
+    total,
+)
 from jdistgrad.autograd.tape.tape import Tape
 from jdistgrad.errors import ContextError
 
@@ -196,3 +206,39 @@ def test_closing_ends_every_wait():
     assert isinstance(found[0], ContextError)
     with pytest.raises(ContextError):
         tape.find(9, last=True)
+
+
+MANY = 1500
+SUMS = {
+    "two places in turn": range(1, MANY, 2),
+    "the first and the third pass": [*range(1, 500), *range(1000, MANY)],
+    "all but one": [*range(1, MANY - 2), MANY - 1],
+    "the first pass": range(1, 12),
+}
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_contributions_of_many_are_found(name):
+    ledger = Ledger()
+    for number in range(1, MANY):
+        ledger.put(NODE, part(number))
+    assert numbers(ledger.find(NODE, tuple(marks(*SUMS[name])))) == list(SUMS[name])
+
+
+def test_any_of_many_are_not_searched_for_ever():
+    ledger, some = Ledger(), np.random.default_rng(0).permutation(np.arange(1, MANY))[:700]
+    for number in range(1, MANY):
+        ledger.put(NODE, part(number))
+    with pytest.raises(jd.DifferentiationError):
+        ledger.find(NODE, tuple(marks(*map(int, some))))
+
+
+def test_a_pass_after_an_average_has_its_own_gradient():
+    ledger, first, second = Ledger(), tuple(marks(1)), tuple(marks(2))
+    ledger.put(NODE, part(1))
+    ledger.write(NODE, [jnp.full(2, 9.0)])
+    ledger.put(NODE, part(2))
+    for _ in range(2):
+        assert numbers(ledger.find(NODE, second)) == [2]
+        assert numbers(ledger.find(NODE, first)) == [REPLACED]
+        assert numbers(ledger.take(NODE, second, keep=True).result(0)) == [2]

@@ -44,6 +44,24 @@ def test_a_reference_used_here_and_there(big_world):
     assert_close((value, (of_p.to_here(), of_x)), expected(rref.to_here(), x))
 
 
+@pytest.mark.parametrize("wrap", [lambda f: f, jd.jit], ids=["eager", "jd.jit"])
+@on_worker0
+def test_a_call_that_is_the_same_in_each_iteration_contributes_in_each(big_world, wrap):
+    """XLA would move the call, and its pullback, out of the loop."""
+
+    def loss(call):
+        return lambda p: jax.lax.scan(lambda c, _: (c + jnp.sum(call(2, product, p, 2.0)), None), 0.0, None, length=4)[
+            0
+        ]
+
+    reference = jd.remote(rank(1), vector, args=(3,))
+    with jd.context() as ctx:
+        gradient = wrap(jd.grad(loss(sync)))(reference)
+        expected = jax.grad(loss(serial))(vector(3))
+        assert_close(gradient.to_here(), expected)
+        assert_close(jd.on(rank(1), gradients_here)(ctx.id), expected)
+
+
 def squares_times(a, b):
     return a**2 * b
 

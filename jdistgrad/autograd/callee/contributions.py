@@ -168,12 +168,6 @@ def gradient_of(identifier: int, name: str, marks: Marks | None) -> Any:
     return gradient_tree(identifier, total(found) if found else None)
 
 
-def value_gradient(identifier: int) -> Any | None:
-    """Return the same as ``gradient_of``, or None if nothing was contributed."""
-    leaves = current_tape(lambda: "a gradient").gradient(identifier)
-    return None if leaves is None else gradient_tree(identifier, leaves)
-
-
 def gradient_tree(identifier: int, leaves: list[Any] | None) -> Any:
     """Return a gradient in the structure of its value, with None in place of leaves that have no derivative."""
     value = current_worker().references.owned.value(identifier).result()

@@ -31,7 +31,7 @@ from jdistgrad.rpc.rref import ByReference, RRef
 from jdistgrad.rpc.server import delivered
 from jdistgrad.rpc.worker import current_worker
 
-AGAIN = 1 << 40  # between the ids of contributions to one reference in one pull; no worker draws so many ids
+AGAIN = 1 << 36  # between the ids of contributions to one reference in one pull; no worker draws so many ids
 
 
 @dataclasses.dataclass(frozen=True)

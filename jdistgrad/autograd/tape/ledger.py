@@ -30,7 +30,8 @@ AS_MADE = (
 )
 
 EXACT = 4096  # the most contributions whose marks add up exactly in float32
-TRIED = 100_000  # the most marks that a search for a sum may try
+IN_TURN = 8  # so many places may contribute in turn, as those of a reference that is used twice in each layer
+TRIED, DEEPEST = 100_000, 300  # the most marks that a search for a sum may try, and that the sum may have
 
 
 Marks = tuple[float, ...]
@@ -109,13 +110,34 @@ class Waiting:
 
 
 def _adding_up(each: list[Marks], wanted: Marks) -> list[int] | None:
-    """Find the marks that have this sum, first among runs: mostly passes come one after the other, and the latest."""
-    sums = np.cumsum([np.zeros(len(wanted)), *each], axis=0)
-    ends = {tuple(one): k for k, one in enumerate(sums.tolist())}
-    for start in range(len(each) - 1, -1, -1):
-        end = ends.get(tuple((sums[start] + wanted).tolist()), 0)
-        if start < end:
-            return list(range(start, end))
+    """Find the marks that have this sum: passes one after the other, places in turn, those or the others; else any."""
+    rest: Marks = tuple((np.sum(each, axis=0) - wanted).tolist())
+    if min(*wanted, *rest) < 0:
+        return None
+    found, others = _in_turn(each, wanted), None
+    if found is None:
+        others = _in_turn(each, rest)
+    if found is None and others is None:
+        found, others = (_some(each, wanted), None) if wanted[0] <= rest[0] else (None, _some(each, rest))
+    return found if others is None else sorted({*range(len(each))} - {*others})
+
+
+def _in_turn(each: list[Marks], wanted: Marks) -> list[int] | None:
+    """Find marks with this sum, of which the second and the third are as far apart as the first and the second."""
+    for stride in range(1, IN_TURN + 1):
+        for first in range(stride):
+            numbers = range(first, len(each), stride)
+            sums = np.cumsum([np.zeros(len(wanted)), *(each[k] for k in numbers)], axis=0)
+            ends = {tuple(one): k for k, one in enumerate(sums.tolist())}
+            for start in range(len(numbers) - 1, -1, -1):  # the latest pass is likely
+                end = ends.get(tuple((sums[start] + wanted).tolist()), 0)
+                if start < end:
+                    return list(numbers[start:end])
+    return None
+
+
+def _some(each: list[Marks], wanted: Marks) -> list[int] | None:
+    """Find any marks with this sum, the latest first."""
     tried = 0
 
     def search(last: int, left: Marks) -> list[int] | None:
@@ -124,7 +146,7 @@ def _adding_up(each: list[Marks], wanted: Marks) -> list[int] | None:
             return None if any(left) else []
         for k in range(last, -1, -1):
             tried += 1
-            if tried > TRIED:
+            if tried > TRIED or left[0] > DEEPEST:
                 raise mixed_passes()
             less = tuple(a - b for a, b in zip(left, each[k], strict=True))
             if min(less) >= 0:
@@ -189,23 +211,25 @@ class Ledger:
 
     def find(self, target: Target, marks: Marks) -> list[Contribution] | None:
         """Return the contributions that are here and whose marks have this sum, or what has replaced them."""
-        found = self.read(target)
         with self._lock:
             used = [] if not marks[0] else self._used.get((target, marks))
-        if used is not None or any(one.number == REPLACED for one in found):
-            return found if used is None else used
-        mine = Waiting(marks, ()).among(found)
-        return None if mine is None else in_order(mine)
+        if used is not None:
+            return used
+        found = self.read(target)
+        replaced = [one for one in found if one.number == REPLACED]
+        mine = Waiting(marks, ()).among([one for one in found if one.number != REPLACED])
+        return in_order(mine) if mine is not None else replaced or None
 
     def write(self, target: Target, leaves: list[Any]) -> None:
         """Replace the contributions to a target by one gradient."""
         with self._lock:
             replaced = [mark(one.number) for one in self._found.pop(target, [])]
-            self._kept[target] = [Contribution(REPLACED, (), leaves)]
+            new = Contribution(REPLACED, (), leaves)
+            self._kept[target] = [new]
             for key in [key for key in self._used if key[0] == target]:
-                self._used[key] = self._kept[target]
+                self._used[key] = [new]
             if replaced:
-                self._used[target, tuple(map(sum, zip(*replaced, strict=True)))] = self._kept[target]
+                self._used[target, tuple(map(sum, zip(*replaced, strict=True)))] = [new]
 
     def targets(self) -> list[Target]:
         with self._lock:
