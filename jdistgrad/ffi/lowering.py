@@ -61,7 +61,7 @@ def lower(
 ) -> Any:
     """Lower a primitive, on CPUs, to a call of a function of its operands. ``quick``: see ``call_in_order``."""
     where = context.module_context.axis_context
-    devices, together = _devices_of(where), _devices_together(where)
+    devices, together = devices_of(where), _devices_together(where)
     site = Site(function, avals, context.avals_out, quick=quick, devices=devices, together=together)
     return _lower_call(context, operands, avals, site)
 
@@ -137,7 +137,7 @@ def _run(*operands: Any, function: Function, **_: Any) -> list[Any]:
 
 
 def _lowered(context: Any, *operands: Any, function: Function, effect: Any, quick: bool, **_: Any) -> list[Any]:
-    count = _devices_of(context.module_context.axis_context)
+    count = devices_of(context.module_context.axis_context)
     if count > 1:  # XLA orders effects on one device only, and runs one multi-device program at a time
         raise CollectiveError(
             f"a collective of ranks in a program on {count} devices (jax.jit of arrays on several devices, "
@@ -148,7 +148,8 @@ def _lowered(context: Any, *operands: Any, function: Function, effect: Any, quic
     return _lower_call(context, operands, context.avals_in, site, effect)
 
 
-def _devices_of(context: Any) -> int:
+def devices_of(context: Any) -> int:
+    """Return how many devices a program runs on."""
     mesh = getattr(context, "mesh", None)
     return int(getattr(context, "num_devices", 1) if mesh is None else mesh.size)
 

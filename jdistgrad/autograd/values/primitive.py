@@ -15,13 +15,14 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jax.extend.core import Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
 from jdistgrad._compat import forgotten_when_gone, shaped, trace_state_clean, varies_over, varying_like
 from jdistgrad.autograd.values.holes import shape_of
 from jdistgrad.errors import DifferentiationError
-from jdistgrad.ffi.lowering import lower
+from jdistgrad.ffi.lowering import devices_of, lower
 from jdistgrad.ffi.sites import in_callers_context, in_words
 from jdistgrad.rpc import current
 from jdistgrad.wire.arrays import as_numpy
@@ -247,9 +248,11 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
         except Exception as error:
             raise DifferentiationError(in_words(error)) from error
 
-    return mlir.lower_fun(
-        lambda *operands: tuple(jax.pure_callback(perform, shapes, *operands)), multiple_results=True
-    )(context, *operands)
+    single = devices_of(context.module_context.axis_context) == 1
+    call = io_callback if single else jax.pure_callback  # with a side effect, as in ``ffi.lowering``
+    return mlir.lower_fun(lambda *operands: tuple(call(perform, shapes, *operands)), multiple_results=True)(
+        context, *operands
+    )
 
 
 def _lowering(operation: Any) -> Any:
