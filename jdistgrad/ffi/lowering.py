@@ -57,17 +57,30 @@ def _main_position() -> tuple[int, int] | None:
 
 
 def lower(
-    context: Any, operands: Sequence[Any], avals: Sequence[Any], function: Function, *, quick: bool = False
+    context: Any,
+    operands: Sequence[Any],
+    avals: Sequence[Any],
+    function: Function,
+    *,
+    quick: bool = False,
+    changes: bool = False,
 ) -> Any:
-    """Lower a primitive, on CPUs, to a call of a function of its operands. ``quick``: see ``call_in_order``."""
+    """Lower a primitive, on CPUs, to a call of a function of its operands.
+
+    Arguments:
+      quick: see ``call_in_order``.
+      changes: whether each call changes something: XLA makes others once if they are the same in all iterations of a
+        loop, and leaves them out if their results are not used. It refuses such calls in programs on several devices.
+    """
     where = context.module_context.axis_context
     devices, together = devices_of(where), _devices_together(where)
     site = Site(function, avals, context.avals_out, quick=quick, devices=devices, together=together)
-    return _lower_call(context, operands, avals, site)
+    rule = jax.ffi.ffi_lowering(TARGET, has_side_effect=changes and devices == 1)
+    return _lower_call(context, operands, avals, site, rule)
 
 
 def _lower_call(
-    context: Any, operands: Sequence[Any], avals: Sequence[Any], site: Site, effect: Any = None
+    context: Any, operands: Sequence[Any], avals: Sequence[Any], site: Site, rule: Any, effect: Any = None
 ) -> list[Any]:
     """Return the results of a site's call, in the order of the program if it has an effect."""
     if threading.current_thread() is threading.main_thread():  # which alone may set signal handling
@@ -75,9 +88,6 @@ def _lower_call(
     context.module_context.add_host_callback(site)  # keeps the site alive while a program runs
     given, made = ([_carried(one) for one in types] for types in (avals, context.avals_out))
     carried = _converted(context, operands, avals, given)
-    # Without this XLA makes a call once that has the same operands in each iteration of a loop; but a pullback is to
-    # contribute to a gradient in each. XLA refuses it in programs on several devices.
-    rule = jax.ffi.ffi_lowering(TARGET, has_side_effect=site.devices == 1)
     if effect is None:
         values = rule(context.replace(avals_in=given, avals_out=made), *carried, number=site.number)
     else:
@@ -145,7 +155,8 @@ def _lowered(context: Any, *operands: Any, function: Function, effect: Any, quic
             "call the collective on the result from Python, as DataParallel.value_and_grad does outside of jax.jit."
         )
     site = Site(function, context.avals_in, context.avals_out, quick=quick)
-    return _lower_call(context, operands, context.avals_in, site, effect)
+    rule = jax.ffi.ffi_lowering(TARGET, has_side_effect=True)
+    return _lower_call(context, operands, context.avals_in, site, rule, effect)
 
 
 def devices_of(context: Any) -> int:

@@ -44,7 +44,7 @@ def test_arrays_of_all_kinds_come_and_go(dtype, shape):
         return [np.flip(x)]
 
     np.testing.assert_array_equal(jax.jit(lambda x: host_p.bind(x, function=flip))(x), np.flip(x))
-    assert seen == [(shape, x.dtype)]
+    assert seen == [(shape, x.dtype)] * (x.size > 0)  # XLA leaves out operations with empty results
 
 
 def test_more_programs_wait_than_xla_has_threads():

@@ -368,6 +368,10 @@ class Pull(Linear):
     last: bool = False
     moves, pulls = "cotangents", True
 
+    @property
+    def contributes(self) -> bool:
+        return not self.call.handles().isdisjoint(self.call.orders[-1])
+
     def shapes(self, operands: Shapes) -> Shapes:
         """Return the shapes of cotangents: a dimension for every batch, the latest first, before the operand's own.
 

@@ -118,6 +118,7 @@ class Put(Crossing):
     count: int
     lanes: tuple[int, ...] = ()
     title = "a contribution to the gradient of a {0.kind} on rank {0.to}"
+    contributes = True
     function, where, first = None, "", 2
 
     def start(self, operands: Sequence[Any]) -> Started:

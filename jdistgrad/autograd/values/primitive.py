@@ -71,6 +71,7 @@ class Operation:
     reads: ClassVar[bool] = False  # whether it may depend on what other workers hold
     uses_gradients: ClassVar[bool] = False  # whether it may change what other workers hold
     waits_for_order: ClassVar[bool] = False  # whether it may wait for what it only follows
+    contributes: Any = False  # whether it adds to the gradient of a reference
     needs_context: Any = False
     state: Any = None  # what identifies the state that it changes, or None
 
@@ -233,7 +234,7 @@ def _lowered_for_cpus(context: Any, *operands: Any, operation: Operation) -> Any
     def perform(*operands: np.ndarray) -> list[Any]:
         return _perform(operation, origin, shapes, operands, called_here=in_callers_context())
 
-    return lower(context, operands, context.avals_in, perform)
+    return lower(context, operands, context.avals_in, perform, changes=operation.contributes)
 
 
 def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
@@ -248,8 +249,8 @@ def _lowered(context: Any, *operands: Any, operation: Operation) -> Any:
         except Exception as error:
             raise DifferentiationError(in_words(error)) from error
 
-    single = devices_of(context.module_context.axis_context) == 1
-    call = io_callback if single else jax.pure_callback  # with a side effect, as in ``ffi.lowering``
+    changes = operation.contributes and devices_of(context.module_context.axis_context) == 1  # see ``ffi.lowering``
+    call = io_callback if changes else jax.pure_callback
     return mlir.lower_fun(lambda *operands: tuple(call(perform, shapes, *operands)), multiple_results=True)(
         context, *operands
     )
