@@ -30,7 +30,7 @@ AS_MADE = (
 )
 
 EXACT = 4096  # the most contributions whose marks add up exactly in float32
-IN_TURN = 8  # so many places may contribute in turn, as those of a reference that is used twice in each layer
+IN_TURN = 8  # the most places that may contribute in turn, such as two uses of one reference in each layer
 TRIED, DEEPEST = 100_000, 300  # the most marks that a search for a sum may try, and that the sum may have
 
 
@@ -110,20 +110,20 @@ class Waiting:
 
 
 def _adding_up(each: list[Marks], wanted: Marks) -> list[int] | None:
-    """Find the marks that have this sum: passes one after the other, places in turn, those or the others; else any."""
+    """Find the marks that have this sum, or the others, which have the rest: first such as come in turn."""
     rest: Marks = tuple((np.sum(each, axis=0) - wanted).tolist())
     if min(*wanted, *rest) < 0:
         return None
-    found, others = _in_turn(each, wanted), None
-    if found is None:
-        others = _in_turn(each, rest)
-    if found is None and others is None:
-        found, others = (_some(each, wanted), None) if wanted[0] <= rest[0] else (None, _some(each, rest))
-    return found if others is None else sorted({*range(len(each))} - {*others})
+    for search, sums in ((_in_turn, (wanted, rest)), (_some, (min(wanted, rest),))):
+        for one in sums:
+            chosen = search(each, one)
+            if chosen is not None:
+                return chosen if one is wanted else sorted({*range(len(each))} - {*chosen})
+    return None
 
 
 def _in_turn(each: list[Marks], wanted: Marks) -> list[int] | None:
-    """Find marks with this sum, of which the second and the third are as far apart as the first and the second."""
+    """Find marks with this sum at equal distances, as of a pass, or of one of several places in turn."""
     for stride in range(1, IN_TURN + 1):
         for first in range(stride):
             numbers = range(first, len(each), stride)
